@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ TITLES = {
     "grpo_recalibrated": "GRPO, recalibrated",
     "grpo_recalibrated_task": "the same, with the task",
 }
+# in the log of a training: step 16/250 ... 0:04:10 left
+_STEP = re.compile(r"step (\d+/\d+) .*?(?:([\d:]+) left)?$", re.MULTILINE)
 console = Console(stderr=True)
 
 
@@ -170,7 +173,13 @@ def compare(comparison: Comparison, workers: int) -> None:
     start_over_unless_interrupted(comparison)
     with ThreadPoolExecutor(workers) as pool:
         jobs = [pool.submit(run_one, comparison, name) for name in ("base", *comparison.methods)]
-        wait(jobs, out, comparison.methods)
+        try:
+            wait(jobs, out, comparison.methods)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # the trainings save what they have
+            raise SystemExit(
+                "interrupted; the same command continues where this one stopped"
+            ) from None
     summary = summarize(comparison)
     comparison.report()
     draw(out, summary)
@@ -215,7 +224,7 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
                 for other in jobs:
                     other.cancel()
                 raise job.exception()
-        line = "   ".join(f"{m} {_steps(out / m)}" for m in methods)
+        line = "   ".join(f"{method} {_progress(out / method)}" for method in methods)
         if line != shown and (console.is_terminal or time.monotonic() - said > 30):
             console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
             shown, said = line, time.monotonic()
@@ -280,9 +289,18 @@ def show(summary: dict[str, dict[str, float]]) -> None:
     Console().print(table)
 
 
-def _steps(run: Path) -> str:
-    path = run / "metrics.jsonl"
-    return f"step {len(path.read_text().splitlines())}" if path.is_file() else "-"
+def _progress(run: Path) -> str:
+    """Return how far a training is, and how long it will take, by the last line of its log."""
+    if (run / "evaluation.json").is_file():
+        return "done"
+    if (run / "policy").is_dir():
+        return "is evaluated"
+    log = run / "log.txt"
+    found = _STEP.findall(log.read_text()) if log.is_file() else []
+    if not found:
+        return "-"
+    steps, left = found[-1]
+    return f"step {steps}" + (f", {left} left" if left else "")
 
 
 def _short(argument: str) -> str:

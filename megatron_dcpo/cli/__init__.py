@@ -121,6 +121,12 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     called = next((word for word in words if not word.startswith("-")), None)
+    if called is not None and called not in VERBS:
+        known = ", ".join(VERBS)
+        parser.exit(
+            EXIT_USER_ERROR,
+            f"dcpo: error: unknown verb {called!r}{did_you_mean(called, VERBS)}; known: {known}\n",
+        )
     for verb, text in VERBS.items():
         if verb == called:
             importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
@@ -270,6 +276,8 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 def check_config_exists(path: str) -> None:
     """Raise :class:`UserError` if there is no such file."""
+    if Path(path).is_dir():
+        raise UserError(f"--config {path} is a directory; name the YAML file in it")
     if not Path(path).is_file():
         raise UserError(f"config file {path} does not exist{places(path)}")
 

@@ -49,15 +49,16 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--features",
-        choices=("response", "reasoning", "task"),
+        choices=("response", "reasoning", "task", "states", "stack"),
         help="inputs of logistic: log-probs, length and the stated confidence (response, default); "
         "without what is stated (reasoning); the same with the task, which a stated confidence has "
-        "to beat (task)",
+        "to beat (task); the model's state before the number, a linear probe (states); task and "
+        "probe (stack). The last two need dcpo evaluate --keep states",
     )
     parser.add_argument(
         "--task-column",
         metavar="NAME",
-        help="features task: where the task stands: what --kinds may name (default kind)",
+        help="features task and stack: where the task stands: what --kinds may name (default kind)",
     )
     add_kinds_argument(parser)
     parser.add_argument(
@@ -89,9 +90,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     of_adapter.add_argument(
         "--teacher",
-        choices=("correct", "logistic"),
+        choices=("correct", "reasoning", "task", "states", "stack"),
         help="what the confidence learns: whether the answer is right (correct, default), or what "
-        "a logistic regression fitted on other problems says (logistic)",
+        "a logistic regression with these --features says that was fitted on other problems",
     )
     of_adapter.add_argument(
         "--decimals",
@@ -129,23 +130,24 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 # sources that are no kind of confidence
-_INPUTS = ("mean", "full", "response", "reasoning", "task")
+_INPUTS = ("mean", "full", "response", "reasoning", "task", "states", "stack")
 
 
 def _source(args: argparse.Namespace) -> str | None:
     """Return what the predictor reads, by ``--source``, or ``--features`` and ``--task-column``.
     Raises :class:`UserError` for options that do not go together.
     """
-    if args.task_column and args.features != "task":
-        raise UserError("--task-column goes with --features task")
+    reads_task = args.features in ("task", "stack")
+    if args.task_column and not reads_task:
+        raise UserError("--task-column goes with --features task and stack")
     if args.features and args.method != "logistic":
         raise UserError(
             f"--features goes with --kind logistic; --kind {args.method} reads --source"
         )
     if args.features and args.source and args.source != args.features:
         raise UserError(f"--features {args.features} and --source {args.source} differ")
-    if args.features == "task" and args.task_column:
-        return f"task:{args.task_column}"
+    if reads_task and args.task_column:
+        return f"{args.features}:{args.task_column}"
     return str(args.features) if args.features else args.source
 
 
@@ -191,13 +193,15 @@ def run(args: argparse.Namespace) -> int:
         parse_kinds,
         scores_of_arms,
     )
+    from megatron_dcpo.evaluation.states import with_states
 
     source = _source(args)
     if source and source.partition(":")[0] not in _INPUTS:
         parse_kinds(source)
     samples = []
     for path in args.samples:
-        samples += read_any(path)
+        read = read_any(path)
+        samples += with_states(read, path) if posthoc.reads_states(source or "") else read
     kinds_by = args.kinds or args.task_column or ""
     kinds = checked_kinds(samples, kinds_by)
     predictor, held_out = posthoc.fit(

@@ -31,14 +31,17 @@ _READ_AS = {"mean": "the mean of the numbers", "greedy": "the most probable numb
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.evaluation.posthoc import reads_states
     from megatron_dcpo.evaluation.samples import read_samples
+    from megatron_dcpo.evaluation.states import with_states
     from megatron_dcpo.runtime import distributed, signals
 
     _check_options(args)
     settings = _settings_of(args.samples)
     samples = []
     for path in args.samples:
-        samples += read_samples(path)
+        read = read_samples(path)
+        samples += with_states(read, path) if reads_states(args.teacher or "") else read
     signals.install_handlers()
     try:
         if args.apply:

@@ -55,6 +55,7 @@ SHORTHANDS: Mapping[str, str] = {
     "repeats": "evaluation.samples",
     "confidence": "evaluation.confidence",
     "features": "evaluation.features",
+    "keep": "evaluation.keep",
     "calibrator": "evaluation.calibrator",
     "kinds": "evaluation.kinds",
     "limit": "evaluation.limit",
@@ -159,6 +160,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep the features that dcpo calibrate --kind confclass reads",
     )
     parser.add_argument(
+        "--keep",
+        choices=["states"],
+        help="with --model: keep the model's state before the number of each confidence, which "
+        "dcpo calibrate --features states and stack read",
+    )
+    parser.add_argument(
         "--calibrator",
         "--posthoc",
         metavar="FILE",
@@ -220,7 +227,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
-    sampling.add_argument("--temperature", type=float, help="default 0.7")
+    sampling.add_argument(
+        "--temperature", type=float, help="default 0.7; 0: greedy, with --repeats 1"
+    )
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument(

@@ -121,17 +121,21 @@ def unevaluated(path: Path) -> str:
     """Return what the numbers of a run are that was never evaluated, and how to evaluate it."""
     policy = path / "policy"
     numbers = "its numbers are of the last training step's responses"
-    as_trained = f"--as-trained {path / CONFIG} "
     if is_supervised(path):
         numbers = "supervised training has only losses"
-        as_trained = ""
-    how = (
-        f"evaluate it by dcpo evaluate --model {policy} {as_trained}--benchmarks NAMES --out "
-        f"{path / 'eval'}"
-    )
+    how = f"evaluate it by {how_to_evaluate(path)}"
     if not policy.is_dir():
         how = f"its policy is in {policy} when it has ended, for dcpo evaluate"
     return f"never evaluated; {numbers}; {how}"
+
+
+def how_to_evaluate(path: Path) -> str:
+    """Return the command that evaluates the policy of a run."""
+    as_trained = "" if is_supervised(path) else f"--as-trained {path / CONFIG} "
+    return (
+        f"dcpo evaluate --model {path / 'policy'} {as_trained}--benchmarks NAMES --out "
+        f"{path / 'eval'}"
+    )
 
 
 def is_supervised(path: Path) -> bool:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from types import TracebackType
@@ -88,6 +88,8 @@ class Sample:
     judgement: Judgement
     measures: Measures = Measures()
     origin: Origin = Origin()
+    # of the model before the number of its confidence [h]; in a file of its own (states.py)
+    state: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def problem_key(self) -> tuple[str, str]:

@@ -10,13 +10,13 @@ which one position scores all its last tokens.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_dcpo.evaluation.before_number import tokens_of_numbers
 from megatron_dcpo.objectives.expected_brier import score
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
@@ -56,27 +56,19 @@ class Candidates:
     def of(cls, tokenizer: PreTrainedTokenizerBase, marker: str, decimals: int = 2) -> Candidates:
         """Return the numbers from 0 to 1 with so many ``decimals``, as ``tokenizer`` cuts them."""
         confidences = np.arange(10**decimals + 1) / 10**decimals
-        texts = [f"{confidence:.{decimals}f}" for confidence in confidences]
-        paths = [
-            tuple(tokenizer.encode(f"{marker} Confidence: {text}", add_special_tokens=False))
-            for text in texts
-        ]
-        same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False))
-        common = len(list(same))
-        # a position that scores the first token of the number has to be left
-        common = min(common, min(map(len, paths)) - 1)
+        opening, numbers = tokens_of_numbers(tokenizer, marker, decimals)
         members: dict[tuple[int, ...], list[int]] = {}
-        for place, path in enumerate(paths):
-            members.setdefault(path[common:-1], []).append(place)
+        for place, tokens in enumerate(numbers):
+            members.setdefault(tokens[:-1], []).append(place)
         branches = tuple(
             Branch(
                 before=before,
-                last=tuple(paths[place][-1] for place in places),
+                last=tuple(numbers[place][-1] for place in places),
                 places=tuple(places),
             )
             for before, places in members.items()
         )
-        return cls(confidences=confidences, opening=paths[0][:common], branches=branches)
+        return cls(confidences=confidences, opening=opening, branches=branches)
 
     def path_of(self, target: float) -> tuple[int, ...]:
         """Return the tokens of the confidence that is nearest to ``target``, behind ``opening``."""

@@ -7,8 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_dcpo.evaluation.samples import read_samples
+from megatron_dcpo.evaluation.states import with_states
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run
 
@@ -32,6 +37,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--benchmarks", f"train={QUICKSTART / 'data' / 'train.jsonl'}"),
         *["--template", "raw", "--limit", "40", "--repeats", "2", "--max-tokens", "32"],
         *["--engine", "transformers", "--resamples", "0", "--temperature", "1", "--top-p", "1"],
+        *["--keep", "states"],
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return out / "samples.jsonl"
@@ -119,11 +125,28 @@ def changed(samples: Path, out: Path, change: Any, lines: int | None = None) -> 
     return out
 
 
-def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path) -> None:
-    done = calibrate(answers, tmp_path / "run", "--teacher", "logistic", "--held-out", "0", *FAST)
+def test_kept_states_are_those_of_transformers(answers: Path) -> None:
+    """Of the last layer, after the final norm, at the last token before the number."""
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    samples = with_states(read_samples(answers), answers)
+    compared = [sample for sample in samples if sample.state is not None][:5]
+    assert compared
+    for sample in compared:
+        answer = (sample.response.text or "").partition("<conf>")[0].rstrip()
+        text = f"{sample.prompt.problem}{answer}\n<conf> Confidence: "
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+        np.testing.assert_allclose(sample.state, hidden[0, -1].numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("teacher", ["task", "stack"])
+def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path, teacher: str) -> None:
+    done = calibrate(answers, tmp_path / "run", "--teacher", teacher, "--held-out", "0", *FAST)
     assert done.returncode == 0, done.stderr[-2000:]
     described = json.loads((tmp_path / "run" / "confidence.json").read_text())
-    assert (described["teacher"], described["answers"]) == ("logistic", 80)
+    assert (described["teacher"], described["answers"]) == (teacher, 80)
 
 
 def test_a_number_learned_as_text_is_read_out_greedily(answers: Path, tmp_path: Path) -> None:
@@ -176,7 +199,7 @@ def test_options_of_the_adapter_are_refused_elsewhere(
     answers: Path, fitted: Path, tmp_path: Path
 ) -> None:
     for arguments, named in (
-        (["--kind", "logistic", "--teacher", "logistic"], "--teacher"),
+        (["--kind", "logistic", "--teacher", "task"], "--teacher"),
         (["--kind", "isotonic", "optimizer.lr=1"], "optimizer.lr"),
         (["--kind", "adapter"], "--model"),
         (["--apply", str(tmp_path)], "confidence.json"),
