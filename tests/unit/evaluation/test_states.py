@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dcpo.calibration import metrics
+from megatron_dcpo.calibration import brier
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
@@ -81,12 +81,12 @@ def test_responses_without_states_name_the_option(tmp_path: Path) -> None:
 
 
 def test_the_stack_knows_more_than_either_source() -> None:
-    brier = {}
+    errors = {}
     for source in ("task", "states", "stack"):
         _, held_out = posthoc.fit("logistic", SAMPLES, source, held_out=0.3)
-        stated = [each.measures.posthoc_confidence for each in held_out]
-        brier[source] = metrics.brier(stated, [each.correct for each in held_out])
-    assert brier["stack"] < min(brier["task"], brier["states"]) - 0.05
+        stated = [sample.measures.posthoc_confidence for sample in held_out]
+        errors[source] = brier(stated, [sample.correct for sample in held_out])
+    assert errors["stack"] < min(errors["task"], errors["states"]) - 0.05
 
 
 @pytest.mark.parametrize("source", ["states", "stack"])
