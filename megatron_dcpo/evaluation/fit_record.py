@@ -5,6 +5,7 @@ a risk, and notice a drift.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 
 _PLACE = "@@the problem@@"  # where a template puts the problem
 _ARRAYS = ("held_out_confidences", "held_out_correct", "counts")
+_LEAST_OF_A_REASON = 20
 # names of the arrays in the predictor's file begin with it
 _PREFIX = "record/"
 
@@ -48,18 +50,19 @@ class FitRecord:
     """``fitted_on`` is None if it is not known. ``held_out_confidences`` and ``held_out_correct``
     [H] are the predictions on held-out answers and their labels, empty if none was held out.
     ``counts`` [20] is the histogram of the predictions on held-out answers, or else on all.
+    ``finish_reasons`` are those of the fitted answers (:func:`finish_reasons_of`).
     """
 
     fitted_on: FittedOn | None
     held_out_confidences: np.ndarray
     held_out_correct: np.ndarray
     counts: np.ndarray
+    finish_reasons: tuple[str, ...] = ()
 
     def header(self) -> dict[str, Any]:
         """Return what the header of a predictor's file says of the record."""
-        if self.fitted_on is None:
-            return {"fitted_on": None}
-        return {"fitted_on": asdict(self.fitted_on)}
+        fitted_on = None if self.fitted_on is None else asdict(self.fitted_on)
+        return {"fitted_on": fitted_on, "finish_reasons": list(self.finish_reasons)}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of a predictor's file that are the record's."""
@@ -87,6 +90,14 @@ def record_of(
     )
 
 
+def finish_reasons_of(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Return the finish reasons that at least 20 of the samples have: of fewer, a fit learns too
+    little to say anything of such answers.
+    """
+    counts = Counter(sample.response.finish_reason for sample in samples)
+    return tuple(sorted(reason for reason, n in counts.items() if n >= _LEAST_OF_A_REASON))
+
+
 def read_record(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> tuple[FitRecord | None, dict[str, np.ndarray]]:
@@ -110,6 +121,7 @@ def read_record(
         held_out_confidences=saved["held_out_confidences"],
         held_out_correct=saved["held_out_correct"],
         counts=saved["counts"],
+        finish_reasons=tuple(header.get("finish_reasons", ())),
     )
     return record, rest
 

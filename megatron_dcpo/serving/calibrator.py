@@ -45,6 +45,11 @@ class Calibrator:
         return f"{self.predictor.method} of {self.predictor.source}"
 
     @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Return the finish reasons of the answers that were fitted."""
+        return () if self.record is None else self.record.finish_reasons
+
+    @property
     def reads_logprobs(self) -> bool:
         """Return whether the log-probs of the tokens have to be asked for."""
         return self.predictor.source != _STATED

@@ -15,7 +15,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.serving.adapter import TEXTS, AdapterReader
 from megatron_dcpo.serving.scorer import Scorer
 from tests.helpers.serving import CHAT, COMPLETION, proxied
-from tests.helpers.upstream import ANSWER, Served, Upstream, events_of
+from tests.helpers.upstream import ANSWER, Served, Upstream, chunks_of, events_of
 
 SHOWN = ANSWER.partition("<conf>")[0]
 BEHIND = SHOWN.rstrip() + "\n<conf> Confidence: "
@@ -90,7 +90,7 @@ def test_the_mean_over_all_numbers_is_read(body: dict[str, Any], width: int) -> 
             assert choice["message"]["content"] == SHOWN
         else:
             assert asked["prompt"] == COMPLETION["prompt"] + BEHIND
-        last = events_of(proxy.post({**body, "stream": True}).content)[-3]
+        last = chunks_of(events_of(proxy.post({**body, "stream": True}).content))[-1]
         assert last["choices"][0]["confidence"] == choice["confidence"]
 
 
