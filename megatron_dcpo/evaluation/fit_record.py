@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_dcpo.calibration.metrics import bin_rows
 from megatron_dcpo.data.prompts import ASKS, find_template
+from megatron_dcpo.evaluation.predictor_file import Header
 from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample, settings_next_to
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -99,10 +100,10 @@ def finish_reasons_of(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def read_record(
-    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    header: Header, arrays: Mapping[str, np.ndarray]
 ) -> tuple[FitRecord | None, dict[str, np.ndarray]]:
     """Return the record in a predictor's file, None in one that was saved without, and the other
-    arrays. Raises LookupError, TypeError or ValueError for a damaged one.
+    arrays.
     """
     rest = {}
     saved = {}
@@ -111,26 +112,19 @@ def read_record(
             saved[name.removeprefix(_PREFIX)] = array
         else:
             rest[name] = array
-    if "fitted_on" not in header:
+    if not saved:
         return None, rest
     fitted_on = None
-    if header["fitted_on"] is not None:
-        fitted_on = _fitted_on(header["fitted_on"])
+    if header.fitted_on is not None:
+        fitted_on = FittedOn(**dict(header.fitted_on))
     record = FitRecord(
         fitted_on=fitted_on,
         held_out_confidences=saved["held_out_confidences"],
         held_out_correct=saved["held_out_correct"],
         counts=saved["counts"],
-        finish_reasons=tuple(header.get("finish_reasons", ())),
+        finish_reasons=header.finish_reasons,
     )
     return record, rest
-
-
-def _fitted_on(values: Mapping[str, Any]) -> FittedOn:
-    """Return the values of a header, whose lists JSON has in the place of tuples."""
-    sampling = {name: tuple(value) for name, value in values.items()}
-    sampling["instructions"] = tuple(map(tuple, sampling["instructions"]))
-    return FittedOn(**sampling)
 
 
 def fitted_on_of(paths: Iterable[str], samples: Sequence[Sample]) -> FittedOn | None:

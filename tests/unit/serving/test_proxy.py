@@ -213,8 +213,8 @@ def test_an_upstream_that_refuses_log_probs_is_asked_as_the_client_asked(proxy: 
         assert len(proxy.upstream.asked) == expected
         assert proxy.upstream.asked[-1] == CHAT
     assert streamed(proxy, CHAT)[0]["confidence"] is None
-    proxy.choice({**CHAT, "model": "other"})
-    assert len(proxy.upstream.asked) == 7, "streams and other models are not known to refuse them"
+    proxy.choice({**CHAT, "n": 2})
+    assert len(proxy.upstream.asked) == 7, "neither streams nor another n are known to refuse them"
     refused = proxy.post({**CHAT, "logprobs": True})
     assert refused.status_code == 400, "the client's own log-probs are the client's"
 
