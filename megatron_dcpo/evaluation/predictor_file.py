@@ -83,7 +83,9 @@ def read_file(path: str | Path) -> tuple[Header, dict[str, np.ndarray]]:
         zipfile.BadZipFile,
         zlib.error,
     ) as error:
-        why = str(error) if isinstance(error, _WrongFileError) else f"{type(error).__name__}: {error}"
+        why = str(error)
+        if not isinstance(error, _WrongFileError):
+            why = f"{type(error).__name__}: {error}"
         raise UserError(
             f"{path}: not a predictor of dcpo calibrate ({one_line(why, 300)})"
         ) from None
