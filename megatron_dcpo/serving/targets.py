@@ -28,6 +28,8 @@ def checked_target(scope: Message) -> tuple[bytes, bytes]:
     is_readable = _PATH.match(path) and _QUERY.match(query)
     if not is_readable or any(one in path for one in _NEVER) or b"#" in query:
         raise BadRequestError("the target is not the path of a resource")
+    if b"@" in path.split(b"/")[1]:
+        raise BadRequestError("the target names a user or a host")
     decoded = path.decode("ascii")
     for _ in range(_MOST_DECODED):
         _check_segments(decoded)
