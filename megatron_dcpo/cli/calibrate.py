@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_options_of_adapter(args)
     from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation import posthoc
-    from megatron_dcpo.evaluation.fit_record import fitted_on_of, record_of
+    from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
     from megatron_dcpo.evaluation.foreign import read_any
     from megatron_dcpo.evaluation.scoring import (
         RANKING_ONLY,
@@ -215,6 +215,7 @@ def run(args: argparse.Namespace) -> int:
         )
     confidences = predictor.predict(held_out or samples)
     record = record_of(fitted_on, held_out, confidences)
+    record = replace(record, finish_reasons=finish_reasons_of(samples))
     replace(predictor, record=record).save(args.out)
     rows = {}
     if held_out:

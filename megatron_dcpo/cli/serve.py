@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import socket
-from contextlib import suppress
+import sys
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli import VERBS, positive_int
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.serving.arguments import add_scoring_arguments
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.serving.limits import Limits
+
+logger = logging.getLogger(__name__)
 
 _WAITING = 2048  # connections that the kernel holds until they are accepted
 _OBJECTS = 50_000  # that are made before the garbage collector looks at them
-_END_SECONDS = 5  # for requests that are under way when the server is ended
+# after which a thread that reads a large reply lets the others go on
+_TURN_SECONDS = 0.001
+_MB = 1 << 20
+# name, default and help of what is limited
+_LIMITS = (
+    ("max-request-mb", 16, "size of a request"),
+    ("max-reply-mb", 32, "size of an answer that is read, and of a stream that is scored"),
+    ("max-concurrent", 512, "requests that are passed on at a time"),
+    ("max-waiting", 1024, "requests that wait; more have the status 429"),
+    ("client-seconds", 20, "time for the head of a request; its body has three times as long"),
+    ("grace", 10, "seconds that answers go on for when the server is ended"),
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -44,25 +59,58 @@ def add_parser(subparsers: Subparsers) -> None:
         "--api-key-env",
         default="OPENAI_API_KEY",
         metavar="NAME",
-        help="environment variable with the key with which the models are listed at the start; "
-        "requests have the key of the client (default OPENAI_API_KEY)",
+        help="environment variable with the key for the server: the models are listed with it, and "
+        "with --api-key-file all requests are sent with it (default OPENAI_API_KEY)",
     )
+    _add_access_arguments(parser)
+    _add_limit_arguments(parser)
     parser.set_defaults(run=run)
 
 
+def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key-file",
+        default="",
+        metavar="FILE",
+        help="answer only requests with one of the keys in this file (one a line) as bearer token",
+    )
+    parser.add_argument(
+        "--allow-anyone",
+        action="store_true",
+        help="listen on another --host than this machine without keys: whoever reaches the port "
+        "can use the server behind it",
+    )
+
+
+def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, default, words in _LIMITS:
+        parser.add_argument(
+            f"--{name}",
+            type=positive_int,
+            default=default,
+            metavar="N",
+            help=f"{words} (default {default})",
+        )
+
+
 def run(args: argparse.Namespace) -> int:
-    import uvicorn
     from prometheus_client import CollectorRegistry
 
+    from megatron_dcpo.runtime.http_json import without_password
+    from megatron_dcpo.runtime.local_names import is_loopback
     from megatron_dcpo.runtime.served_models import check_address, list_models
+    from megatron_dcpo.serving.access import Access, read_keys
     from megatron_dcpo.serving.adapter import served_adapter
     from megatron_dcpo.serving.calibrator import check_models
     from megatron_dcpo.serving.forward import Forward
     from megatron_dcpo.serving.middleware import ConfidenceMiddleware
     from megatron_dcpo.serving.options import names_of, scorer_of
+    from megatron_dcpo.serving.server import Timeouts, server_of
     from megatron_dcpo.serving.service import build_service
 
     check_address(args.endpoint)
+    keys = read_keys(args.api_key_file) if args.api_key_file else ()
+    _check_reach(args, is_loopback(args.host))
     scorer = scorer_of(args)
     api_key = os.environ.get(args.api_key_env) or None
     fix = "a proxy needs a server that lists them"
@@ -73,21 +121,17 @@ def run(args: argparse.Namespace) -> int:
         reader = served_adapter(args.adapter, scorer.marker, rows)
     if scorer.calibrator is not None:
         check_models(scorer.calibrator, args.calibrator, names)
-    service = build_service(scorer, CollectorRegistry(), names, reader)
-    app = ConfidenceMiddleware(Forward(args.endpoint), service)
+    limits = _limits(args)
+    service = build_service(scorer, CollectorRegistry(), names, reader, limits=limits)
+    forward = Forward(args.endpoint, limits, api_key if keys else None)
+    app = ConfidenceMiddleware(forward, service)
+    guarded = Access(app, is_local=is_loopback(args.host), keys=keys)
     listening = _listen(args.host, args.port)
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        log_level="warning",
-        access_log=False,
-        # the answers have the upstream's headers
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=_END_SECONDS,
-    )
+    server = server_of(guarded, service.ending, args.grace, Timeouts(head=args.client_seconds))
     host, port = listening.getsockname()[:2]
+    endpoint = without_password(args.endpoint)
     print(
-        printable(f"http://{host}:{port}/v1 passes requests on to {args.endpoint}; Ctrl-C ends it"),
+        printable(f"http://{host}:{port}/v1 passes requests on to {endpoint}; Ctrl-C ends it"),
         flush=True,
     )
     # what is imported stays: the garbage collector need not look at it again and again, nor at
@@ -95,9 +139,39 @@ def run(args: argparse.Namespace) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_OBJECTS)
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+    sys.setswitchinterval(_TURN_SECONDS)
+    server.run(sockets=[listening])
     return 0
+
+
+def _check_reach(args: argparse.Namespace, is_local: bool) -> None:
+    """Raise :class:`UserError` for an address that others reach, unless there are keys or the user
+    says that anyone may ask.
+    """
+    if is_local or args.api_key_file:
+        return
+    if not args.allow_anyone:
+        raise UserError(
+            f"--host {args.host}: others than this machine could use the server behind it; give "
+            "--api-key-file, or --allow-anyone"
+        )
+    logger.warning(
+        "--allow-anyone: whoever reaches %s can use the server behind it, and read the metrics",
+        args.host,
+    )
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    from megatron_dcpo.serving.limits import Limits
+
+    return Limits(
+        request_bytes=args.max_request_mb * _MB,
+        reply_bytes=args.max_reply_mb * _MB,
+        event_bytes=min(args.max_reply_mb, 16) * _MB,
+        body_seconds=3 * args.client_seconds,
+        concurrent=args.max_concurrent,
+        waiting=args.max_waiting,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ a risk, and notice a drift.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -13,12 +14,14 @@ import numpy as np
 
 from megatron_dcpo.calibration.metrics import bin_rows
 from megatron_dcpo.data.prompts import ASKS, find_template
+from megatron_dcpo.evaluation.predictor_file import Header
 from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample, settings_next_to
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _PLACE = "@@the problem@@"  # where a template puts the problem
 _ARRAYS = ("held_out_confidences", "held_out_correct", "counts")
+_LEAST_OF_A_REASON = 20
 # names of the arrays in the predictor's file begin with it
 _PREFIX = "record/"
 
@@ -48,18 +51,19 @@ class FitRecord:
     """``fitted_on`` is None if it is not known. ``held_out_confidences`` and ``held_out_correct``
     [H] are the predictions on held-out answers and their labels, empty if none was held out.
     ``counts`` [20] is the histogram of the predictions on held-out answers, or else on all.
+    ``finish_reasons`` are those of the fitted answers (:func:`finish_reasons_of`).
     """
 
     fitted_on: FittedOn | None
     held_out_confidences: np.ndarray
     held_out_correct: np.ndarray
     counts: np.ndarray
+    finish_reasons: tuple[str, ...] = ()
 
     def header(self) -> dict[str, Any]:
         """Return what the header of a predictor's file says of the record."""
-        if self.fitted_on is None:
-            return {"fitted_on": None}
-        return {"fitted_on": asdict(self.fitted_on)}
+        fitted_on = None if self.fitted_on is None else asdict(self.fitted_on)
+        return {"fitted_on": fitted_on, "finish_reasons": list(self.finish_reasons)}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of a predictor's file that are the record's."""
@@ -87,11 +91,19 @@ def record_of(
     )
 
 
+def finish_reasons_of(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Return the finish reasons that at least 20 of the samples have: of fewer, a fit learns too
+    little to say anything of such answers.
+    """
+    counts = Counter(sample.response.finish_reason for sample in samples)
+    return tuple(sorted(reason for reason, n in counts.items() if n >= _LEAST_OF_A_REASON))
+
+
 def read_record(
-    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    header: Header, arrays: Mapping[str, np.ndarray]
 ) -> tuple[FitRecord | None, dict[str, np.ndarray]]:
     """Return the record in a predictor's file, None in one that was saved without, and the other
-    arrays. Raises LookupError, TypeError or ValueError for a damaged one.
+    arrays.
     """
     rest = {}
     saved = {}
@@ -100,25 +112,19 @@ def read_record(
             saved[name.removeprefix(_PREFIX)] = array
         else:
             rest[name] = array
-    if "fitted_on" not in header:
+    if not saved:
         return None, rest
     fitted_on = None
-    if header["fitted_on"] is not None:
-        fitted_on = _fitted_on(header["fitted_on"])
+    if header.fitted_on is not None:
+        fitted_on = FittedOn(**dict(header.fitted_on))
     record = FitRecord(
         fitted_on=fitted_on,
         held_out_confidences=saved["held_out_confidences"],
         held_out_correct=saved["held_out_correct"],
         counts=saved["counts"],
+        finish_reasons=header.finish_reasons,
     )
     return record, rest
-
-
-def _fitted_on(values: Mapping[str, Any]) -> FittedOn:
-    """Return the values of a header, whose lists JSON has in the place of tuples."""
-    sampling = {name: tuple(value) for name, value in values.items()}
-    sampling["instructions"] = tuple(map(tuple, sampling["instructions"]))
-    return FittedOn(**sampling)
 
 
 def fitted_on_of(paths: Iterable[str], samples: Sequence[Sample]) -> FittedOn | None:

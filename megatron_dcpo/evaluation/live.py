@@ -22,6 +22,7 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.report import OTHER_FORM, choose_samples, pages
 from megatron_dcpo.evaluation.run_description import seconds_left, total_steps
 from megatron_dcpo.evaluation.runs import read_run
+from megatron_dcpo.runtime.local_names import is_local_host, is_same_origin
 from megatron_dcpo.runtime.text import printable
 
 ADDRESS = "127.0.0.1"
@@ -120,11 +121,13 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*request)
 
     def do_GET(self) -> None:
-        named = self.headers.get("Host", "")
-        host = named.rpartition(":")[0] or named
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")
         requested = urlsplit(self.path)
-        if host not in (ADDRESS, "localhost"):
+        if not is_local_host(host):
             self._reply(403, "text/plain", "ask for 127.0.0.1 or localhost")
+        elif origin is not None and not is_same_origin(origin, host):
+            self._reply(403, "text/plain", "a page of another origin may not ask")
         elif requested.path == "/":
             template = pages().get_template("live.html.j2")
             page = template.render(title=printable(self.root.resolve().name))
@@ -154,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header(
             "Content-Security-Policy",
-            "default-src 'none'; style-src 'unsafe-inline'; "
+            "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
             "script-src 'unsafe-inline'; connect-src 'self'",
         )
         self.end_headers()

@@ -39,8 +39,6 @@ import io
 import json
 import logging
 import math
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,11 +52,11 @@ from megatron_dcpo.calibration import metrics
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
 from megatron_dcpo.evaluation.kinds import columns_of, kind_of
+from megatron_dcpo.evaluation.predictor_file import VERSION, Inputs, check_arrays, read_file
 from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.text import parse_json
 
 # per token, if a kind of confidence or a predictor reads them
 TOP_LOGPROBS = 20
@@ -130,7 +128,11 @@ class Posthoc:
         ]
 
     def save(self, path: str | Path) -> None:
-        header = {"method": self.method, "source": self.source}
+        header: dict[str, Any] = {
+            "version": VERSION,
+            "method": self.method,
+            "source": self.source,
+        }
         arrays: dict[str, Any] = dict(self.weights)
         if self.record is not None:
             header |= self.record.header()
@@ -143,32 +145,14 @@ class Posthoc:
     @classmethod
     def load(cls, path: str | Path) -> Posthoc:
         """Read a predictor. Raises :class:`UserError` for a file that ``save`` has not written."""
+        header, arrays = read_file(path)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                header = parse_json(str(file["header"]))
-                arrays = {name: file[name] for name in file.files if name != "header"}
-                method = header["method"]
-                source = header["source"]
-                record, weights = read_record(header, arrays)
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file") from None
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            zipfile.BadZipFile,
-            zlib.error,
-            MemoryError,
-        ) as error:
-            why = f"{type(error).__name__}: {one_line(error, 200)}"
-            raise UserError(f"{path}: not a predictor of dcpo calibrate ({why})") from None
-        if not isinstance(method, str) or method not in METHODS:
-            raise UserError(f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}")
-        if not isinstance(source, str):
-            raise UserError(f"{path}: unknown source {source!r}; fit it again")
-        return cls(method, source, MappingProxyType(weights), record)
+            source = _checked_source(header.method, header.source)
+            check_arrays(header.method, _inputs(header.method, source), arrays)
+        except UserError as error:
+            raise UserError(f"{path}: not a predictor of dcpo calibrate ({error})") from None
+        record, weights = read_record(header, arrays)
+        return cls(header.method, source, MappingProxyType(weights), record)
 
 
 # ------------------------------------------------------------------------------------------- inputs
@@ -478,6 +462,19 @@ def _checked_source(method: str, source: str | None) -> str:
             f"temperature does not read {source}, which is not a probability; use platt or isotonic"
         )
     return source
+
+
+def _inputs(method: str, source: str) -> Inputs:
+    """Return what a method reads of each answer."""
+    count = 1
+    if method == "confclass":
+        count = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
+    elif method == "logistic":
+        of_source = {"response": 2 + _REASONING_INPUTS, "states": 1, "stack": _REASONING_INPUTS + 1}
+        count = of_source.get(source.partition(":")[0], _REASONING_INPUTS)
+    return Inputs(
+        count=count, with_task=task_column(source) is not None, with_state=reads_states(source)
+    )
 
 
 def _logit(c: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ def response_of_choice(
         sample_index=repeat,
         token_ids=np.empty(0, np.int64),
         logprobs=_checked_logprobs(finite, 1),
-        finish_reason="stop" if _is_finished(choice) else "length",
+        finish_reason="stop" if is_finished(choice) else "length",
         weights_version=0,
         top_logprobs=top_logprobs,
         text=text,
@@ -72,7 +72,7 @@ def response_of_choice(
     )
 
 
-def _is_finished(choice: Mapping[str, Any]) -> bool:
+def is_finished(choice: Mapping[str, Any]) -> bool:
     """Return whether the model ended its response itself. Every reason that is not known to say so
     (``length``, ``max_tokens``, ``content_filter``, ``abort``, none at all) means that it did not:
     the last number may be cut.

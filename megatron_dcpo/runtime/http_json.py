@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import random
+import re
 import socket
 import ssl
 import threading
@@ -38,6 +39,11 @@ _MOST_WORDS = 16 << 10  # bytes of it that are read
 _WORDS_SECONDS = 10  # in which they are read
 _LOST_SECONDS = 120  # without an answer of the host's kernel
 _LOOK_SECONDS = 0.5  # between two looks at whether the reply is still wanted
+
+
+def without_password(url: str) -> str:
+    """Return an address as a line may name it: without the user and the password in it."""
+    return re.sub(r"//[^/]*@", "//", url)
 
 
 class HttpError(Exception):
@@ -133,7 +139,7 @@ class JsonClient:
                 reason = f"{type(error).__name__}: {words}"
                 unreachable = isinstance(error, httpx2.ConnectError)
             if attempt + 1 < self.attempts:
-                logger.debug("%s%s: %s; trying again", self.url, path, reason)
+                logger.debug("%s%s: %s; trying again", without_password(self.url), path, reason)
                 if stop.wait(pause):
                     break
         raise HttpError(reason, unreachable=unreachable)
@@ -192,8 +198,8 @@ class JsonClient:
         if reply.status_code in _REDIRECTS:
             there = self.without_key(one_line(reply.headers.get("Location")))[:_WORDS]
             return (
-                f"{self.url}{path} redirects to {there}; redirects are not followed, name the "
-                "address itself"
+                f"{without_password(self.url)}{path} redirects to {there}; redirects are not "
+                "followed, name the address itself"
             )
         try:
             async with asyncio.timeout(_WORDS_SECONDS):

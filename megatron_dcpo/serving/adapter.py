@@ -8,7 +8,6 @@ for the 20 most probable next tokens behind every beginning of a number that is 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +15,18 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.served_models import ModelRow
-from megatron_dcpo.serving.asgi import App, ClientLeftError, Message, UpstreamError, request_of
+from megatron_dcpo.serving import exact_json
+from megatron_dcpo.serving.asgi import (
+    App,
+    ClientLeftError,
+    Message,
+    UpstreamError,
+    received,
+    request_of,
+)
 from megatron_dcpo.serving.asking import Asked
-from megatron_dcpo.serving.replies import compact
+from megatron_dcpo.serving.exact_json import compact
+from megatron_dcpo.serving.finishing import why_not_whole
 from megatron_dcpo.serving.scorer import Scored
 
 TEXTS = tuple(f"{hundredth / 100:.2f}" for hundredth in range(101))
@@ -26,6 +34,7 @@ _BEGINNINGS = frozenset(text[:size] for text in TEXTS for size in range(len(text
 _TOPS = 20
 _LEAST = 1e-4  # a beginning that is less probable is not followed
 _LEAST_MASS = 0.5  # below it the adapter states no number, and its mean says nothing
+_MOST_BYTES = 1 << 20  # of the answer with one token
 # options of the client's request that concern the prompt
 _KEPT = ("chat_template_kwargs", "user")
 
@@ -78,9 +87,7 @@ class AdapterReader:
             return asked.refusal
         if not _text_of(asked, choice):
             return "no_text: the answer has no text, as a call of a tool has none"
-        if choice.get("finish_reason") != "stop":
-            return "truncated: the answer was cut off"
-        return ""
+        return why_not_whole(choice)
 
     def _beginning(self, asked: Asked, choice: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the request whose prompt ends with the answer, where the number begins. Raises
@@ -106,8 +113,7 @@ class AdapterReader:
             return body
         prompt = asked.body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            count = asked.body.get("n") or 1
-            prompt = prompt[index // count]
+            prompt = _prompt_of(prompt, asked, index)
         if not isinstance(prompt, str):
             raise AdapterError("the prompt is token ids, behind which no text can be put")
         return {**body, "prompt": prompt + text, "logprobs": _TOPS}
@@ -152,11 +158,25 @@ class AdapterReader:
             logged = reply["choices"][0]["logprobs"]
             if asked.api == "chat":
                 rows = logged["content"][0]["top_logprobs"]
-                return [(str(row["token"]), float(row["logprob"])) for row in rows]
-            rows = logged["top_logprobs"][0]
-            return [(str(token), float(value)) for token, value in rows.items()]
-        except (LookupError, TypeError, ValueError, AttributeError):
+                found = [(str(row["token"]), float(row["logprob"])) for row in rows]
+            else:
+                rows = logged["top_logprobs"][0]
+                found = [(str(token), float(value)) for token, value in rows.items()]
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
             raise AdapterError("the upstream returned no log-probs") from None
+        if any(math.isnan(value) for _, value in found):
+            raise AdapterError("the upstream returned log-probs that are no numbers")
+        return found
+
+
+def _prompt_of(prompts: Sequence[object], asked: Asked, index: int) -> object:
+    """Return the prompt of a choice: each has as many as the request asks for. Raises
+    :class:`AdapterError` for a choice that was not asked for.
+    """
+    choices = asked.choices
+    if choices is None or not 0 <= index < choices:
+        raise AdapterError("it is not known which prompt the choice answers")
+    return prompts[index * len(prompts) // choices]
 
 
 def _behind(body: Mapping[str, Any], asked: Asked, text: str) -> dict[str, Any]:
@@ -181,25 +201,26 @@ async def ask_app(app: App, scope: Message, body: Mapping[str, Any]) -> dict[str
     of the client's. Raises :class:`AdapterError`.
     """
     request, content = request_of(scope, compact(body))
-    prompt_parts = [content]
     status = 0
     pieces: list[bytes] = []
+    size = 0
 
-    async def receive() -> Message:
-        if prompt_parts:
-            return prompt_parts.pop()
+    async def never() -> Message:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets the event")
 
     async def send(message: Message) -> None:
-        nonlocal status
+        nonlocal status, size
         if message["type"] == "http.response.start":
             status = message["status"]
         pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > _MOST_BYTES:
+            raise UpstreamError(f"the adapter's answer has more than {_MOST_BYTES} bytes")
 
     try:
-        await app(request, receive, send)
-        reply = json.loads(b"".join(pieces))
+        await app(request, received(content["body"], never), send)
+        reply = exact_json.loads(b"".join(pieces))
     except (UpstreamError, ClientLeftError) as error:
         raise AdapterError(str(error)) from None
     except ValueError:

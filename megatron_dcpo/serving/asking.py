@@ -4,11 +4,11 @@ computed from, which the answer to the client does not show.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megatron_dcpo.serving import exact_json
 from megatron_dcpo.serving.calibrator import Calibrator, Names
 
 Api = Literal["chat", "completions"]
@@ -34,6 +34,20 @@ class Asked:
     labels: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
 
+    @property
+    def choices(self) -> int | None:
+        """Return how many choices the answer has, None if the request does not say so clearly."""
+        count = self.body.get("n")
+        if count is None:
+            count = 1
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            return None
+        prompt = self.body.get("prompt")
+        if self.api == "completions" and isinstance(prompt, list) and prompt:
+            is_token_ids = isinstance(prompt[0], int)
+            return count if is_token_ids else count * len(prompt)
+        return count
+
     def without_logprobs(self, refusal: str) -> Asked:
         """Return the request as the client made it, whose answer has no confidence."""
         return replace(self, sent=self.body, adds_logprobs=False, refusal=refusal)
@@ -43,10 +57,7 @@ def read_body(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a body. Raises ValueError, with one clear line, for anything
     else.
     """
-    try:
-        body = json.loads(content)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    body = exact_json.loads(content)
     if not isinstance(body, dict):
         raise ValueError(f"it is of the type {type(body).__name__}")
     return body
@@ -109,40 +120,7 @@ def _labels(body: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in metadata.items()}
 
 
-def hide_logprobs(choice: dict[str, Any], asked: Asked) -> None:
-    """Take from a choice the log-probs for which the client did not ask."""
-    if not asked.adds_logprobs or "logprobs" not in choice:
-        return
-    logged = choice["logprobs"]
-    if not asked.shows_logprobs:
-        choice["logprobs"] = None
-        return
-    if not isinstance(logged, dict):
-        return
-    if asked.api == "chat":
-        for row in list_of(logged, "content"):
-            if isinstance(row, dict) and list_of(row, "top_logprobs"):
-                row["top_logprobs"] = row["top_logprobs"][: asked.shown_tops]
-        return
-    rows = []
-    tokens = list_of(logged, "tokens")
-    for position, top in enumerate(list_of(logged, "top_logprobs")):
-        sampled = tokens[position] if position < len(tokens) else None
-        rows.append(_largest(top, asked.shown_tops, sampled))
-    logged["top_logprobs"] = rows or None
-
-
 def list_of(values: Mapping[str, Any], name: str) -> list[Any]:
     """Return the list under a name, an empty one if there is none."""
     found = values.get(name)
     return found if isinstance(found, list) else []
-
-
-def _largest(top: object, count: int, sampled: object) -> object:
-    """Return the ``count`` largest log-probs of a token, and that of the sampled one."""
-    if not isinstance(top, dict):
-        return top
-    numbers = [token for token in top if isinstance(top[token], int | float)]
-    ordered = sorted(numbers, key=lambda token: -top[token])
-    kept = set(ordered[:count])
-    return {token: value for token, value in top.items() if token in kept or token == sampled}

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn
-from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, task_column
+from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, reads_states, task_column
 
 # the names under which an upstream knows each of its models
 Names = Mapping[str, Sequence[str]]
@@ -43,6 +43,11 @@ class Calibrator:
     def name(self) -> str:
         """Return what the confidence is, for instance ``isotonic of verbal``."""
         return f"{self.predictor.method} of {self.predictor.source}"
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Return the finish reasons of the answers that were fitted."""
+        return () if self.record is None else self.record.finish_reasons
 
     @property
     def reads_logprobs(self) -> bool:
@@ -110,6 +115,11 @@ def load_calibrator(path: str | Path, accept_mismatch: bool = False) -> Calibrat
     answer, and for one that does not say what it was fitted on, unless mismatches are accepted.
     """
     predictor = Posthoc.load(path)
+    if reads_states(predictor.source):
+        raise UserError(
+            f"{path}: it reads the model's states, which no server sends; fit another one, for "
+            "instance dcpo calibrate --features task"
+        )
     if predictor.source in _NEEDS_OTHERS:
         raise UserError(
             f"{path}: it reads {predictor.source}, which a single answer does not have; fit "

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dcpo.serving.asking import Asked, hide_logprobs
+from megatron_dcpo.serving import exact_json
+from megatron_dcpo.serving.asking import Asked
+from megatron_dcpo.serving.exact_json import compact
+from megatron_dcpo.serving.hiding import hide_logprobs
+from megatron_dcpo.serving.limits import LONGEST_ID, Limits
 from megatron_dcpo.serving.scorer import Scored, Scorer
 
-# returns the confidence of a whole choice, given its index
-Score = Callable[[dict[str, Any], int], Awaitable[Scored]]
+# returns the confidence of a choice, given its index and what of it could not be read
+Score = Callable[[dict[str, Any], int, str], Awaitable[Scored]]
 # is told the id of a response, the index of a choice and its confidence
 Told = Callable[[str, int, Scored], None]
+
+_LARGE = 1 << 20  # bytes from which on a reply is read in another thread
+
+
+class NotHiddenError(Exception):
+    """In a reply of another form than OpenAI's the log-probs cannot be hidden."""
 
 
 @dataclass(frozen=True)
@@ -24,50 +34,71 @@ class Scoring:
     scorer: Scorer
     score: Score
     told: Told
+    limits: Limits = field(default_factory=Limits)
 
 
 async def scored_reply(content: bytes, scoring: Scoring) -> bytes:
     """Return the body of a reply with a confidence in each choice; one that is no reply of this
-    kind is returned unchanged.
+    kind is returned as it is, without log-probs that the client did not ask for. Raises
+    :class:`NotHiddenError`.
     """
-    try:
-        reply = json.loads(content)
-    except (ValueError, RecursionError):
+    if len(content) < _LARGE:
+        reply = _read(content, scoring.asked)
+    else:
+        reply = await asyncio.to_thread(_read, content, scoring.asked)
+    if reply is None:
         return content
-    if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list):
-        return content
-    for position, choice in enumerate(reply["choices"]):
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list):
+        hide_logprobs(reply, scoring.asked)
+        return compact(reply) if scoring.asked.adds_logprobs else content
+    for position, choice in enumerate(choices):
         if isinstance(choice, dict):
             index = index_of(choice, position)
-            scored = await scoring.score(choice, index)
+            scored = await scoring.score(choice, index, "")
             _show(choice, scoring, scored)
-            scoring.told(str(reply.get("id") or ""), index, scored)
-    return compact(reply)
+            scoring.told(answer_id(reply), index, scored)
+    hide_logprobs(reply, scoring.asked)
+    if len(content) < _LARGE:
+        return compact(reply)
+    return await asyncio.to_thread(compact, reply)
+
+
+def _read(content: bytes, asked: Asked) -> Any:  # noqa: ANN401 -- any JSON
+    """Return the value of a reply, None if it is not JSON."""
+    try:
+        return exact_json.loads(content)
+    except ValueError:
+        if asked.adds_logprobs:
+            raise NotHiddenError("the upstream's answer is not JSON") from None
+        return None
 
 
 def _show(choice: dict[str, Any], scoring: Scoring, scored: Scored) -> None:
     """Change a choice into what the client gets."""
     asked = scoring.asked
-    holder = choice
+    holder: object = choice
     name = "text"
     if asked.api == "chat":
-        holder = choice.get("message")  # type: ignore[assignment]
+        holder = choice.get("message")
         name = "content"
     if isinstance(holder, dict) and isinstance(holder.get(name), str):
         holder[name] = scoring.scorer.shown(holder[name], asked, scored)
-    hide_logprobs(choice, asked)
     choice.update(scored.fields())
 
 
-def index_of(choice: dict[str, Any], position: int) -> int:
+def index_of(choice: Mapping[str, Any], position: int) -> int:
     """Return the index of a choice, its position if it has none."""
     index = choice.get("index")
-    return index if isinstance(index, int) else position
+    if isinstance(index, bool) or not isinstance(index, int):
+        return position
+    return index
 
 
-def compact(value: object) -> bytes:
-    """Return JSON without spaces, in ASCII, which any text can be written in."""
-    return json.dumps(value, separators=(",", ":")).encode()
+def answer_id(reply: Mapping[str, Any]) -> str:
+    """Return the id under which an answer is remembered, "" for one that nobody would name."""
+    name = reply.get("id")
+    return name if isinstance(name, str) and len(name) <= LONGEST_ID else ""
 
 
 def error_body(status: int, words: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.calibrator import Calibrator
+from megatron_dcpo.serving.finishing import why_not_whole
 from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus, Prompt
 
 # without a tokenizer, <think> is taken to open the thinking, as in an evaluation of a server
@@ -86,6 +87,7 @@ class Scorer:
     def score(self, asked: Asked, choice: Mapping[str, Any]) -> Scored:
         """Return the confidence of a whole choice, with its log-probs."""
         try:
+            _check_rows(choice)
             sample = self._sample(asked, choice)
         except UNREADABLE as error:
             return self._none(f"unreadable: {type(error).__name__}")
@@ -150,6 +152,10 @@ class Scorer:
         if not sample.response.text:
             return "no_text: the answer has no text, as a call of a tool has none"
         calibrator = self.calibrator
+        fitted = () if calibrator is None else calibrator.finish_reasons
+        reason = why_not_whole(choice, fitted)
+        if reason:
+            return reason
         if calibrator is None or not calibrator.reads_logprobs:
             status = sample.judgement.status
             return "" if status == "ok" else f"{status}: {_WHY[status]}"
@@ -174,6 +180,13 @@ class Scorer:
         except UserError:
             return None
 
+    def unread(self, asked: Asked, choice: Mapping[str, Any], why: str) -> Scored:
+        """Return what is known of a choice of which a part could not be read: no confidence, and
+        whether its text ends with a confidence block.
+        """
+        scored = self.score(asked, choice)
+        return self._none(f"unreadable: {why}", has_block=scored.has_block)
+
     def shown(self, text: str, asked: Asked, scored: Scored) -> str:
         """Return the text of an answer as the client gets it.
 
@@ -187,6 +200,16 @@ class Scorer:
         if scored.abstains and self.abstention:
             text = f"{text}\n\n{self.abstention}"
         return text
+
+
+def _check_rows(choice: Mapping[str, Any]) -> None:
+    """Raise ValueError if a completion has alternatives for some of its tokens only."""
+    logged = choice.get("logprobs")
+    if not isinstance(logged, Mapping):
+        return
+    tops = logged.get("top_logprobs")
+    if tops and len(tops) != len(logged.get("token_logprobs") or ()):
+        raise ValueError("alternatives for some of the tokens only")
 
 
 def _finite(value: float | None) -> float | None:

@@ -20,24 +20,28 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.asking import read_body
 from megatron_dcpo.serving.calibrator import PLAIN, Names
+from megatron_dcpo.serving.ending import Ending
 from megatron_dcpo.serving.feedback import MOST_ANSWERS, Feedback, UnknownAnswerError
+from megatron_dcpo.serving.limits import Gate, Limits
 from megatron_dcpo.serving.metrics import ServingMetrics
+from megatron_dcpo.serving.refusals import Refusals
 from megatron_dcpo.serving.replies import error_body
 from megatron_dcpo.serving.scorer import Scorer
+
+_LARGEST_INDEX = 1 << 31
 
 Page = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 _PAGE = Path(__file__).with_name("page.html")
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-_MOST_FEEDBACK = 1 << 16  # bytes of a verdict
 
 
 @dataclass(frozen=True)
 class Service:
     """``paths`` are those that ``pages`` answers; all others are the application's. ``names`` are
     those of the upstream's models. ``reader`` asks an adapter for the confidences.
-    ``without_logprobs`` has, for each path and model for which the upstream has refused log-probs,
-    the reason to give.
+    ``refusals`` knows with which requests the upstream refuses log-probs. ``gate`` lets as many
+    requests through as ``limits`` say, ``ending`` ends them when the server does.
     """
 
     scorer: Scorer
@@ -47,7 +51,10 @@ class Service:
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
     reader: AdapterReader | None = None
-    without_logprobs: dict[tuple[str, str], str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    gate: Gate = field(default_factory=lambda: Gate(Limits()))
+    refusals: Refusals = field(default_factory=Refusals)
+    ending: Ending = field(default_factory=Ending)
 
 
 def build_service(
@@ -56,10 +63,12 @@ def build_service(
     names: Names | None = None,
     reader: AdapterReader | None = None,
     is_proxy: bool = True,
+    limits: Limits | None = None,
 ) -> Service:
     """Return the service of a proxy, with a page and its metrics; or of a middleware, whose
     application shows the metrics of its ``registry`` itself.
     """
+    limits = limits or Limits()
     feedback = Feedback()
     fitted = None
     if scorer.calibrator is not None and scorer.calibrator.record is not None:
@@ -77,6 +86,8 @@ def build_service(
         paths=frozenset(route.path for route in routes),
         names=names or {},
         reader=reader,
+        limits=limits,
+        gate=Gate(limits),
     )
 
 
@@ -120,8 +131,6 @@ class _Verdict:
 
 def _verdict(content: bytes) -> _Verdict:
     """Return the verdict in a body. Raises ValueError for anything else."""
-    if len(content) > _MOST_FEEDBACK:
-        raise ValueError(f"a verdict of more than {_MOST_FEEDBACK >> 10} KB")
     body = read_body(content)
     answer = body.get("id")
     index = body.get("index", 0)
@@ -129,6 +138,8 @@ def _verdict(content: bytes) -> _Verdict:
     if not isinstance(answer, str):
         raise ValueError("id is not the id of an answer")
     if isinstance(index, bool) or not isinstance(index, int):
+        raise ValueError("index is not the number of a choice")
+    if abs(index) > _LARGEST_INDEX:
         raise ValueError("index is not the number of a choice")
     if correct not in (True, False, 0, 1):
         raise ValueError("correct is neither true nor false")

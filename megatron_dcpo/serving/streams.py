@@ -1,207 +1,248 @@
 """A streamed reply: its events are passed on as they come, the confidence block is withheld from
-the text even if it is cut across events, and the last event of each choice has its confidence.
+the text even if it is cut across events, and the last chunk of each choice has its confidence.
+
+A choice is scored when the stream has ended, since text may follow a ``finish_reason``; until then
+its last chunk is held back. What cannot be read is never passed on with log-probs that the client
+did not ask for, and leaves the choices without a confidence.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.serving.asking import Asked, hide_logprobs, list_of
-from megatron_dcpo.serving.replies import Scoring, compact, index_of
-from megatron_dcpo.serving.scorer import Scorer
-from megatron_dcpo.serving.withholding import safe_length
+from megatron_dcpo.serving import exact_json
+from megatron_dcpo.serving.asking import Asked
+from megatron_dcpo.serving.choices import Chunk, StreamedChoice
+from megatron_dcpo.serving.events import DONE, Event, EventDecoder
+from megatron_dcpo.serving.exact_json import compact
+from megatron_dcpo.serving.finishing import finish_reason
+from megatron_dcpo.serving.hiding import hide_logprobs
+from megatron_dcpo.serving.replies import Scoring, answer_id, error_body
 
-_DATA = b"data:"
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
-# an event is one chunk of a choice; a server that sends more without an end is not one
-LONGEST_EVENT = 16 << 20
-
-Chunk = dict[str, Any]
+# an object with one of these is a piece of an answer, whatever its form
+_OF_A_CHOICE = frozenset(
+    ("delta", "text", "content", "token", "tokens", "logprobs", "finish_reason", "choices", "error")
+)
 
 
-class StreamedChoice:
-    """The chunks of one choice, put together again, and what of its text is still withheld."""
+@dataclass
+class _Held:
+    """An event that waits until the choices are scored; ``index`` is that of the choice whose last
+    chunk it is, None for an event without choices.
+    """
 
-    def __init__(self, asked: Asked, scorer: Scorer) -> None:
-        self.asked = asked
-        self.scorer = scorer
-        self.text = ""
-        self.thinking = ""
-        self.sent = 0  # characters of the text that the client has
-        self.rows: list[Any] = []
-        self.tokens: list[Any] = []
-        self.logprobs: list[Any] = []
-        self.tops: list[Any] = []
-        self.is_over = False
-        self.keeps_text = asked.shows_logprobs or scorer.keep_tag
+    event: Event
+    chunk: Chunk
+    index: int | None
 
-    def take(self, choice: Chunk) -> None:
-        """Read a chunk, and change its text into what can be shown by now."""
-        self._read_logprobs(choice.get("logprobs"))
-        hide_logprobs(choice, self.asked)
-        piece = self._read_text(choice)
-        if not piece:
-            return
-        if self.keeps_text:
-            self.sent = len(self.text)
-            return
-        withheld = self.text[self.sent :]
-        safe = safe_length(withheld, self.scorer.marker)
-        self.write_text(choice, withheld[:safe])
-        self.sent += safe
-
-    def whole(self, finish_reason: object) -> Chunk:
-        """Return the choice as a reply that is not streamed has it."""
-        if self.asked.api == "chat":
-            message = {"content": self.text, "reasoning_content": self.thinking}
-            logged: Chunk | None = None
-            if self.rows:
-                logged = {"content": self.rows}
-            return {"message": message, "logprobs": logged, "finish_reason": finish_reason}
-        logged = None
-        if self.logprobs:
-            logged = {
-                "tokens": self.tokens,
-                "token_logprobs": self.logprobs,
-                "top_logprobs": self.tops,
-            }
-        return {"text": self.text, "logprobs": logged, "finish_reason": finish_reason}
-
-    def finish(self, choice: Chunk, shown: str) -> None:
-        """Write what is left of the ``shown`` text into the last chunk."""
-        self.is_over = True
-        rest = self._piece_of(choice) + shown[self.sent :]
-        if rest:
-            self.write_text(choice, rest)
-        self.sent = len(self.text)
-
-    def withheld(self) -> str:
-        """Return the text that the client does not have."""
-        return self.text[self.sent :]
-
-    def _read_text(self, choice: Chunk) -> str:
-        """Return the text of a chunk, which is added to the whole."""
-        if self.asked.api == "chat":
-            delta = choice.get("delta")
-            if isinstance(delta, dict):
-                thinking = delta.get("reasoning_content") or delta.get("reasoning")
-                if isinstance(thinking, str):
-                    self.thinking += thinking
-        piece = self._piece_of(choice)
-        self.text += piece
-        return piece
-
-    def _piece_of(self, choice: Chunk) -> str:
-        holder = choice
-        name = "text"
-        if self.asked.api == "chat":
-            holder = choice.get("delta")  # type: ignore[assignment]
-            name = "content"
-        piece = holder.get(name) if isinstance(holder, dict) else None
-        return piece if isinstance(piece, str) else ""
-
-    def write_text(self, choice: Chunk, text: str) -> None:
-        """Make a text that of a chunk."""
-        if self.asked.api != "chat":
-            choice["text"] = text
-            return
-        if not isinstance(choice.get("delta"), dict):
-            choice["delta"] = {}
-        choice["delta"]["content"] = text
-
-    def _read_logprobs(self, logged: object) -> None:
-        if not isinstance(logged, dict):
-            return
-        if self.asked.api == "chat":
-            self.rows += list_of(logged, "content")
-            return
-        self.tokens += list_of(logged, "tokens")
-        self.logprobs += list_of(logged, "token_logprobs")
-        self.tops += list_of(logged, "top_logprobs")
+    def encoded(self) -> bytes:
+        return replace(self.event, data=compact(self.chunk).decode()).encoded()
 
 
 class Stream:
-    """The events of one reply. ``feed`` takes bytes as they come and returns those to pass on."""
+    """The events of one reply. ``feed`` takes bytes as they come and returns those to pass on.
+    ``is_complete`` says that the client has the whole answer.
+    """
 
     def __init__(self, scoring: Scoring) -> None:
         self.scoring = scoring
+        self.asked: Asked = scoring.asked
         self.choices: dict[int, StreamedChoice] = {}
-        self.rest = b""
+        self.held: list[_Held] = []
         self.last: Chunk = {}
+        self.unreadable = ""  # what could not be read, and may be of any choice
+        self.is_complete = False
+        self.size = 0
+        self.decoder = EventDecoder(scoring.limits.event_bytes)
 
-    async def feed(self, piece: bytes) -> bytes:
-        """Return what the client gets for a piece of the upstream's stream. Raises ValueError for
-        an event that has no end.
+    async def feed(self, piece: bytes, is_last: bool = False) -> bytes:
+        """Return what the client gets for a piece of the upstream's stream; the last piece ends it.
+        Raises :class:`EventTooLongError`.
         """
-        self.rest += piece
+        self.size += len(piece)
+        if self.is_too_long:
+            self._give_up("a stream that is longer than a reply may be")
+            for choice in self.choices.values():
+                choice.forget()
         out = []
-        for event in self._events():
+        for event in self.decoder.feed(piece, is_last):
             out.append(await self._event(event))
-        if len(self.rest) > LONGEST_EVENT:
-            raise ValueError(f"an event of more than {LONGEST_EVENT >> 20} MB")
+        if is_last and not self.is_complete:
+            out.append(await self._finish())
+            self.is_complete = True
         return b"".join(out)
 
-    def end(self) -> bytes:
-        """Return what is left after the upstream's last byte, whether or not it was complete: text
-        that is still withheld, and an event without an end.
+    async def broken(self, words: str) -> bytes:
+        """Return the end of a stream that has no end of its own: what is left of the texts, without
+        a confidence, an error and the word that it is over. An event that has only begun is lost.
         """
-        chunks = []
-        for index, choice in self.choices.items():
-            text = choice.withheld()
-            if choice.is_over or not text:
-                continue
-            last: Chunk = {"index": index, "finish_reason": None}
-            choice.write_text(last, text)
-            choice.sent = len(choice.text)
-            chunks.append(_event_of({**self.last, "choices": [last]}))
-        rest = self.rest
-        self.rest = b""
-        return b"".join([*chunks, rest])
+        if self.is_complete:
+            return b""
+        self._give_up(words)
+        rest = await self._finish()
+        self.is_complete = True
+        return rest + error_event(words) + Event(data=DONE).encoded()
 
-    def _events(self) -> Iterator[bytes]:
-        """Yield the complete events, with the empty line that ends each."""
-        start = 0
-        for end in _END_OF_EVENT.finditer(self.rest):
-            yield self.rest[start : end.end()]
-            start = end.end()
-        self.rest = self.rest[start:]
+    def _give_up(self, words: str) -> None:
+        """Leave every choice without a confidence."""
+        self.unreadable = self.unreadable or words
 
-    async def _event(self, event: bytes) -> bytes:
-        """Return an event as the client gets it; one that holds no choices as it is."""
-        if not event.startswith(_DATA):
-            return event
+    @property
+    def is_too_long(self) -> bool:
+        """Return whether no more of the stream is remembered, which is passed on all the same."""
+        return self.size > self.scoring.limits.reply_bytes
+
+    async def _event(self, event: Event) -> bytes:
+        """Return an event as the client gets it."""
+        if event.data is None:
+            return event.encoded()
+        if self.is_complete:  # nobody reads on
+            return b""
+        if event.is_done:
+            rest = await self._finish()
+            self.is_complete = True
+            return rest + event.encoded()
         try:
-            chunk = json.loads(event[len(_DATA) :])
-        except (ValueError, RecursionError):  # [DONE], or several lines
-            return event
-        if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
-            return event
-        self.last = {name: chunk[name] for name in chunk if name != "usage"}
-        for position, choice in enumerate(chunk["choices"]):
-            if isinstance(choice, dict):
-                index = index_of(choice, position)
-                await self._choice(choice, index, str(chunk.get("id") or ""))
-        return _event_of(chunk)
+            value = exact_json.loads(event.data.encode())
+        except ValueError:
+            return self._not_json(event)
+        chunk = value if isinstance(value, dict) else {}
+        if not isinstance(chunk.get("choices"), list):
+            if not isinstance(value, dict) or _OF_A_CHOICE & _names_in(value):
+                self._give_up("an event of another form")
+            return self._without_choices(event, value)
+        if not chunk["choices"]:
+            return self._without_choices(event, value)
+        return self._chunk(event, chunk)
 
-    async def _choice(self, choice: Chunk, index: int, name: str) -> None:
-        if index not in self.choices:
-            asked = self.scoring.asked
-            self.choices[index] = StreamedChoice(asked, self.scoring.scorer)
-        streamed = self.choices[index]
-        streamed.take(choice)
-        reason = choice.get("finish_reason")
-        if reason is None or streamed.is_over:
-            return
-        scored = await self.scoring.score(streamed.whole(reason), index)
-        scorer = self.scoring.scorer
-        shown = scorer.shown(streamed.text, self.scoring.asked, scored)
-        streamed.finish(choice, shown)
-        choice.update(scored.fields())
-        self.scoring.told(name, index, scored)
+    def _not_json(self, event: Event) -> bytes:
+        """Pass an event on in which no log-probs can be hidden, or say that it is not shown."""
+        if event.data is not None and not event.data.strip():
+            return event.encoded()
+        self._give_up("an event that is not JSON")
+        if self.asked.adds_logprobs:
+            return error_event("the upstream sent an event that is not JSON")
+        return event.encoded()
+
+    def _without_choices(self, event: Event, value: Any) -> bytes:  # noqa: ANN401 -- any JSON
+        """Pass on what holds no choices, after what waits before it."""
+        hide_logprobs(value, self.asked)
+        one = _Held(event, value, None)
+        if self.held:
+            self.held.append(one)
+            return b""
+        return one.encoded()
+
+    def _chunk(self, event: Event, chunk: Chunk) -> bytes:
+        """Return a chunk without the choices that end in it, which wait until they are scored."""
+        self.last = {name: chunk[name] for name in chunk if name not in ("usage", "choices")}
+        out = []
+        going_on = []
+        ending = []
+        for choice in chunk["choices"]:
+            index = self._index_of(choice)
+            if index is None:
+                going_on.append(choice)
+                continue
+            out += self._take(choice, index)
+            if finish_reason(choice) is None:
+                going_on.append(choice)
+            else:
+                ending.append((index, choice))
+        hide_logprobs(chunk, self.asked)
+        if going_on:
+            out.append(_Held(event, {**chunk, "choices": going_on}, None))
+        for index, choice in ending:
+            alone = {**chunk, "choices": [choice]}
+            if going_on or choice is not ending[0][1]:
+                alone.pop("usage", None)
+            self.held.append(_Held(event, alone, index))
+        return b"".join(held.encoded() for held in out)
+
+    def _take(self, choice: Chunk, index: int) -> list[_Held]:
+        """Read the chunk of a choice, and return those that were held for its last ones."""
+        one = self.choices.get(index)
+        if one is None:
+            one = self.choices[index] = StreamedChoice(self.asked, self.scoring.scorer)
+        released = []
+        if one.says_something(choice):
+            released = self._release(index)
+        logged = choice.get("logprobs")
+        if self.asked.adds_logprobs and self.asked.shows_logprobs:
+            # fewer of them are shown than are read
+            logged = copy.deepcopy(logged)
+        one.take(choice, logged)
+        if self.is_too_long:
+            one.forget()
+        return released
+
+    def _index_of(self, choice: object) -> int | None:
+        """Return the index of a choice; None, and no confidence for any, if it is not one of those
+        that were asked for.
+        """
+        count = self.asked.choices
+        if not isinstance(choice, dict):
+            self._give_up("a choice of another form")
+            return None
+        index = choice.get("index")
+        if index is None and count == 1:
+            index = 0
+        if isinstance(index, int) and not isinstance(index, bool):
+            is_asked = index >= 0 and (count is None or index < count)
+            if is_asked and (index in self.choices or not self.is_too_long):
+                return index
+        self._give_up("a choice with an index that was not asked for")
+        return None
+
+    def _release(self, index: int) -> list[_Held]:
+        """Return the chunks that were taken for the last ones of a choice that goes on."""
+        released = [held for held in self.held if held.index == index]
+        self.held = [held for held in self.held if held.index != index]
+        for held in released:
+            held.chunk["choices"][0]["finish_reason"] = None
+        return released
+
+    async def _finish(self) -> bytes:
+        """Return what waits, with the confidence in the last chunk of each choice."""
+        last = {held.index: position for position, held in enumerate(self.held)}
+        for index, choice in self.choices.items():
+            if index not in last:
+                chunk = {**self.last, "choices": [choice.last_chunk(index)]}
+                last[index] = len(self.held)
+                self.held.append(_Held(Event(), chunk, index))
+        out = []
+        for position, held in enumerate(self.held):
+            if held.index is not None and last[held.index] == position:
+                await self._score(held.index, held.chunk)
+            out.append(held.encoded())
+        self.held = []
+        return b"".join(out)
+
+    async def _score(self, index: int, chunk: Chunk) -> None:
+        """Put the confidence of a choice into its last chunk."""
+        choice = self.choices[index]
+        unreadable = self.unreadable or choice.why_not_whole()
+        scored = await self.scoring.score(choice.whole(), index, unreadable)
+        choice.finish(chunk["choices"][0], scored)
+        self.scoring.told(answer_id(chunk), index, scored)
 
 
-def _event_of(chunk: Chunk) -> bytes:
-    return b"data: " + compact(chunk) + b"\n\n"
+def error_event(words: str) -> bytes:
+    """Return an event that says what went wrong at the upstream."""
+    return Event(data=compact(error_body(502, words)).decode()).encoded()
+
+
+def _names_in(value: Any) -> set[str]:  # noqa: ANN401 -- any JSON
+    """Return the names of all fields, at any depth."""
+    names: set[str] = set()
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            names |= one.keys()
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+    return names

@@ -229,3 +229,8 @@ def events_of(content: bytes) -> list[Any]:
         elif event:
             found.append(event)
     return found
+
+
+def chunks_of(events: list[Any]) -> list[dict[str, Any]]:
+    """Those of the events that have choices."""
+    return [event for event in events if isinstance(event, dict) and "choices" in event]

@@ -15,7 +15,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.serving.adapter import TEXTS, AdapterReader
 from megatron_dcpo.serving.scorer import Scorer
 from tests.helpers.serving import CHAT, COMPLETION, proxied
-from tests.helpers.upstream import ANSWER, Served, Upstream, events_of
+from tests.helpers.upstream import ANSWER, Served, Upstream, chunks_of, events_of
 
 SHOWN = ANSWER.partition("<conf>")[0]
 BEHIND = SHOWN.rstrip() + "\n<conf> Confidence: "
@@ -38,7 +38,7 @@ class WithAdapter(Upstream):
         return JSONResponse({"data": rows})
 
     async def complete(self, request: Any) -> Any:
-        from starlette.responses import JSONResponse
+        from starlette.responses import JSONResponse, Response
 
         body = json.loads(await request.body())
         if body.get("model") != "sure":
@@ -51,7 +51,8 @@ class WithAdapter(Upstream):
             tops = [{"token": t, "logprob": value} for t, value in rows.items()]
             content = [{"token": "x", "logprob": 0.0, "top_logprobs": tops}]
             return JSONResponse({"choices": [{"logprobs": {"content": content}}]})
-        return JSONResponse({"choices": [{"logprobs": {"top_logprobs": [rows]}}]})
+        content = json.dumps({"choices": [{"logprobs": {"top_logprobs": [rows]}}]})
+        return Response(content)  # with NaN
 
     def next_tokens(self, begun: str) -> dict[str, float]:
         """Tokens cut the numbers into pieces of ``width`` characters."""
@@ -90,7 +91,7 @@ def test_the_mean_over_all_numbers_is_read(body: dict[str, Any], width: int) -> 
             assert choice["message"]["content"] == SHOWN
         else:
             assert asked["prompt"] == COMPLETION["prompt"] + BEHIND
-        last = events_of(proxy.post({**body, "stream": True}).content)[-3]
+        last = chunks_of(events_of(proxy.post({**body, "stream": True}).content))[-1]
         assert last["choices"][0]["confidence"] == choice["confidence"]
 
 
@@ -119,6 +120,33 @@ def test_each_prompt_of_several_is_its_own() -> None:
         proxy.upstream.says = lambda body, index: ANSWER
         proxy.choice(body)
         assert upstream.read[0]["prompt"].startswith("first")
+
+
+@pytest.mark.parametrize("count", ["2", "x", 0.5, -1, [1], {"a": 1}, True])
+def test_a_number_of_answers_of_any_type_is_passed_on(count: Any) -> None:
+    with proxied(Scorer(), WithAdapter(4), reader=reader()) as proxy:
+        proxy.upstream.choice = lambda body, index, chat: {  # type: ignore[method-assign]
+            "index": 7,
+            "text": ANSWER,
+            "finish_reason": "stop",
+        }
+        proxy.upstream.error = None
+        body = {**COMPLETION, "prompt": ["first", "second"], "n": 1}
+        choices = proxy.post(body).json()["choices"]
+        assert choices[0]["confidence"] is None
+        assert choices[0]["confidence_reason"].startswith("adapter:")
+        proxy.upstream.error = (422, {"error": "n"})
+        assert proxy.post({**body, "n": count}).status_code == 422
+
+
+@pytest.mark.parametrize("value", [math.nan, "x", None])
+def test_log_probs_that_are_no_numbers_give_no_confidence(value: Any) -> None:
+    upstream = WithAdapter(4)
+    upstream.next_tokens = lambda begun: {"0.50": value, "1.00": -0.1}  # type: ignore[method-assign]
+    with proxied(Scorer(), upstream, reader=reader()) as proxy:
+        choice = proxy.choice(COMPLETION)
+        assert choice["confidence"] is None
+        assert choice["confidence_reason"].startswith("adapter:")
 
 
 @pytest.mark.parametrize(

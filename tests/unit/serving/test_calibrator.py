@@ -27,7 +27,7 @@ from tests.helpers.serving import (
     record,
     scorer_with,
 )
-from tests.helpers.upstream import events_of
+from tests.helpers.upstream import chunks_of, events_of
 
 NAMES = {"policy": ("policy", "/models/policy"), "other": ("other",)}
 
@@ -186,7 +186,7 @@ def test_an_answer_below_the_threshold_says_so() -> None:
         assert below["confidence_abstains"] is True
         text = below["message"]["content"]
         assert text == "2*3 is \\boxed{6}\n\n\nBetter ask somebody."
-        events = events_of(proxy.post({**CHAT, "stream": True}).content)[:-2]
+        events = chunks_of(events_of(proxy.post({**CHAT, "stream": True}).content))
         pieces = [event["choices"][0]["delta"]["content"] for event in events]
         assert "".join(pieces) == text
         proxy.upstream.says = lambda body, index: "\\boxed{6} <conf> 1.0"

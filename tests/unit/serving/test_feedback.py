@@ -104,7 +104,7 @@ def test_a_verdict_on_an_answer_without_confidence_does_not_count() -> None:
         (b'{"id": "x", "correct": []}', 400),
         (b'{"id": "x", "index": "0", "correct": true}', 400),
         (b'{"id": "never served", "correct": true}', 404),
-        (b'{"id": "' + b"x" * 100_000 + b'", "correct": true}', 400),
+        (b'{"id": "' + b"x" * 100_000 + b'", "correct": true}', 413),
     ],
 )
 def test_what_is_no_verdict_is_refused_in_one_line(content: bytes, status: int) -> None:

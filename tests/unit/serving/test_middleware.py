@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.serving.middleware import ConfidenceMiddleware
 from tests.helpers.serving import CHAT, halving
-from tests.helpers.upstream import Served, Upstream, events_of
+from tests.helpers.upstream import Served, Upstream, chunks_of, events_of
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_an_application_has_confidences(tmp_path, monkeypatch: pytest.MonkeyPatc
         assert choice["confidence"] == pytest.approx(0.415)
         assert choice["confidence_abstains"] is True
         streamed = httpx2.post(url, json={**CHAT, "stream": True}).content
-        assert events_of(streamed)[-3]["choices"][0]["confidence"] is not None
+        assert chunks_of(events_of(streamed))[-1]["choices"][0]["confidence"] is not None
         assert httpx2.get(f"{served.root}/health").text == "well"
         assert httpx2.get(f"{served.root}/metrics").status_code == 404, "the server's"
         assert b"dcpo_abstentions_total 2.0" in generate_latest(REGISTRY)

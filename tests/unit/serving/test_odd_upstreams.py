@@ -1,5 +1,5 @@
-"""Whatever JSON an upstream or a client sends, in whatever shape: nothing raises, and what is no
-choice is passed on as it came.
+"""Whatever JSON an upstream or a client sends, in whatever shape: nothing raises, and the client
+gets JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from megatron_dcpo.serving.asking import PATHS, Asked, ask
 from megatron_dcpo.serving.calibrator import Calibrator
 from megatron_dcpo.serving.replies import Scoring, scored_reply
-from megatron_dcpo.serving.scorer import Scored
-from megatron_dcpo.serving.streams import Stream
 from tests.helpers.serving import FITTED_ON, halving, logistic, scorer_with
+from tests.helpers.streaming import read_events, scored_stream, scoring_with
 
 NAMES = (
     *("choices", "index", "delta", "message", "text", "content", "logprobs", "tokens"),
@@ -75,10 +74,7 @@ def asked(api: Any, shows: bool = False, adds: bool = True) -> Asked:
 
 
 def scoring(one: Asked) -> Scoring:
-    async def score(choice: dict[str, Any], index: int) -> Scored:
-        return SCORER.score(one, choice)
-
-    return Scoring(one, SCORER, score, told=lambda name, index, scored: None)
+    return scoring_with(SCORER, one)
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
@@ -87,17 +83,13 @@ def scoring(one: Asked) -> Scoring:
 def test_any_reply_and_any_stream(api: str, reply: Any, shows: bool) -> None:
     one = asked(api, shows)
     content = json.dumps(reply).encode()
-    found = asyncio.run(scored_reply(content, scoring(one)))
-    is_reply = isinstance(reply, dict) and isinstance(reply.get("choices"), list)
-    if not is_reply:
-        assert found == content
-    stream = Stream(scoring(one))
+    json.loads(asyncio.run(scored_reply(content, scoring(one))))
     event = b"data: " + content + b"\n\n"
     halves = [event[: len(event) // 2], event[len(event) // 2 :]]
-    out = b"".join(asyncio.run(stream.feed(half)) for half in halves) + stream.end()
+    out = scored_stream(halves, scoring(one))
     assert out.endswith(b"\n\n")
-    if not is_reply:
-        assert out == event
+    for found in read_events(out):
+        json.loads(found.data)
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
@@ -130,7 +122,7 @@ def test_log_probs_of_another_form(api: str, shows: bool, logged: Any) -> None:
     content = json.dumps({"choices": [choice]}).encode()
     one = scoring(asked(api, shows))
     whole = json.loads(asyncio.run(scored_reply(content, one)))
-    event = asyncio.run(Stream(one).feed(b"data: " + content + b"\n\n"))
+    event = scored_stream([b"data: " + content + b"\n\n"], one)
     for found in (whole, json.loads(event[6:])):
         assert found["choices"][0]["confidence"] is None
         assert found["choices"][0]["confidence_reason"]
@@ -144,18 +136,3 @@ def test_any_request(body: dict[str, Any]) -> None:
             one = ask(body, api, Calibrator(predictor, FITTED_ON), {})
             assert one.body == body
             json.dumps(dict(one.sent))
-
-
-def test_an_event_without_end_is_an_error() -> None:
-    stream = Stream(scoring(asked("chat")))
-    with pytest.raises(ValueError, match="MB"):
-        asyncio.run(stream.feed(b"data: " + b"x" * (17 << 20)))
-
-
-def test_events_with_other_line_ends_and_comments() -> None:
-    stream = Stream(scoring(asked("chat")))
-    chunk = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
-    content = b": ping\r\n\r\ndata:" + json.dumps(chunk).encode() + b"\r\n\r\n"
-    out = asyncio.run(stream.feed(content + b"event: x\ndata: 1\n\n"))
-    assert out.startswith(b": ping\r\n\r\ndata: {")
-    assert out.endswith(b"event: x\ndata: 1\n\n")

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_dcpo.serving.scorer import Scorer
 from tests.helpers.serving import CHAT, COMPLETION, Proxied, halving, logistic, proxied, scorer_with
-from tests.helpers.upstream import ANSWER, cut, events_of
+from tests.helpers.upstream import ANSWER, chunks_of, cut, events_of
 
 SHOWN = ANSWER.partition("<conf>")[0]
 FIELDS = {
@@ -44,9 +44,10 @@ def streamed(proxy: Proxied, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
     reply = proxy.post({**body, "stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
     events = events_of(reply.content)
-    assert events[-2:] == [b": a comment", b"data: [DONE]"]
+    assert events[-1] == b"data: [DONE]"
+    assert b": a comment" in events
     found: dict[int, dict[str, Any]] = {}
-    for event in events[:-2]:
+    for event in chunks_of(events):
         (choice,) = event["choices"]
         one = found.setdefault(choice["index"], {"joined": "", "rows": []})
         assert FIELDS.isdisjoint(one), "the confidence is in the last chunk"
@@ -212,8 +213,8 @@ def test_an_upstream_that_refuses_log_probs_is_asked_as_the_client_asked(proxy: 
         assert len(proxy.upstream.asked) == expected
         assert proxy.upstream.asked[-1] == CHAT
     assert streamed(proxy, CHAT)[0]["confidence"] is None
-    proxy.choice({**CHAT, "model": "other"})
-    assert len(proxy.upstream.asked) == 5, "another model is not known to refuse them"
+    proxy.choice({**CHAT, "n": 2})
+    assert len(proxy.upstream.asked) == 7, "neither streams nor another n are known to refuse them"
     refused = proxy.post({**CHAT, "logprobs": True})
     assert refused.status_code == 400, "the client's own log-probs are the client's"
 
@@ -329,10 +330,13 @@ def test_an_upstream_that_dies_in_a_stream_is_said_and_what_came_is_there(proxy:
         "POST", f"{proxy.at.url}/chat/completions", json={**CHAT, "stream": True}
     ) as reply:
         events = events_of(reply.read())
-    assert events[-1]["error"]["code"] == 502
-    text = "".join(event["choices"][0]["delta"]["content"] for event in events[:-1])
+    assert events[-2]["error"]["code"] == 502
+    assert events[-1] == b"data: [DONE]"
+    choices = [chunk["choices"][0] for chunk in chunks_of(events)]
+    text = "".join(choice["delta"]["content"] for choice in choices)
     assert text == "".join(tokens[:-1]), "the withheld tag included"
-    assert all("confidence" not in event["choices"][0] for event in events[:-1])
+    assert choices[-1]["confidence"] is None
+    assert choices[-1]["confidence_reason"].startswith("unreadable:")
     proxy.upstream.breaks = None
     assert streamed(proxy, CHAT)[0]["confidence"] is not None
 

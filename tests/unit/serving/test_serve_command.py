@@ -36,7 +36,10 @@ from tests.helpers.upstream import Served, Upstream
         (["--endpoint", "{url}", "--calibrator", "c.npz", "--marker", "<x>"], "<conf>"),
         (["--endpoint", "{url}", "--port", "70000"], "--port"),
         (["--endpoint", "{url}", "--port", "{port}"], "choose another one"),
-        (["--endpoint", "{url}", "--host", "no.such.host.invalid"], "--host"),
+        (["--endpoint", "{url}", "--host", "no.such.host.invalid", "--allow-anyone"], "--host"),
+        (["--endpoint", "{url}", "--host", "0.0.0.0"], "--allow-anyone"),
+        (["--endpoint", "{url}", "--host", "::"], "--api-key-file"),
+        (["--endpoint", "{url}", "--api-key-file", "none"], "--api-key-file none"),
     ],
 )
 def test_it_refuses_in_one_line(
@@ -59,11 +62,20 @@ def test_it_refuses_in_one_line(
         assert named.format(**places) in line
 
 
+def test_no_line_has_the_password_of_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("/v1", "", "/v1/models"):
+        assert main(["serve", "--endpoint", f"http://user:passw0rd@127.0.0.1:1{path}"]) == 2
+        said = capsys.readouterr()
+        assert "passw0rd" not in said.err + said.out
+
+
 @pytest.mark.slow
-def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_ended(tmp_path: Path, number: int) -> None:
     halving().save(tmp_path / "c.npz")
     with Served(Upstream().app) as upstream:
-        options = ["--endpoint", upstream.url, "--calibrator", str(tmp_path / "c.npz")]
+        endpoint = upstream.url.replace("//", "//user:passw0rd@")
+        options = ["--endpoint", endpoint, "--calibrator", str(tmp_path / "c.npz")]
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dcpo", "serve", *options, "--port", "0"],
             stdout=subprocess.PIPE,
@@ -72,12 +84,14 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
             env=dict(os.environ),
         )
         assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
+        line = process.stdout.readline()
+        assert "passw0rd" not in line
+        url = line.split()[0]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
         reply = httpx2.post(f"{url}/chat/completions", json=CHAT)
         assert reply.json()["choices"][0]["confidence"] == pytest.approx(0.415)
         assert reply.headers.get_list("server") == ["uvicorn"], "the upstream's alone"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0
         assert "Traceback" not in out + err
