@@ -52,7 +52,12 @@ from megatron_dcpo.calibration import metrics
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
 from megatron_dcpo.evaluation.kinds import columns_of, kind_of
-from megatron_dcpo.evaluation.predictor_file import VERSION, Inputs, check_arrays, read_file
+from megatron_dcpo.evaluation.predictor_file import (
+    VERSION,
+    PredictorInputs,
+    check_arrays,
+    read_file,
+)
 from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
@@ -464,7 +469,7 @@ def _checked_source(method: str, source: str | None) -> str:
     return source
 
 
-def _inputs(method: str, source: str) -> Inputs:
+def _inputs(method: str, source: str) -> PredictorInputs:
     """Return what a method reads of each answer."""
     count = 1
     if method == "confclass":
@@ -472,7 +477,7 @@ def _inputs(method: str, source: str) -> Inputs:
     elif method == "logistic":
         of_source = {"response": 2 + _REASONING_INPUTS, "states": 1, "stack": _REASONING_INPUTS + 1}
         count = of_source.get(source.partition(":")[0], _REASONING_INPUTS)
-    return Inputs(
+    return PredictorInputs(
         count=count, with_task=task_column(source) is not None, with_state=reads_states(source)
     )
 

@@ -181,7 +181,7 @@ _RECORD = {
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PredictorInputs:
     """What a predictor reads of each answer: a ``count`` of numbers, the task, and the model's
     state, of which a probe makes one of the numbers.
     """
@@ -191,7 +191,7 @@ class Inputs:
     with_state: bool
 
 
-def check_arrays(method: str, inputs: Inputs, arrays: Arrays) -> None:
+def check_arrays(method: str, inputs: PredictorInputs, arrays: Arrays) -> None:
     """Raise :class:`UserError`, without the name of the file, unless the arrays are those of a
     method that reads ``inputs``.
     """

@@ -28,7 +28,7 @@ from megatron_dcpo.serving.asgi import (
     whole_body,
 )
 from megatron_dcpo.serving.asking import PATHS
-from megatron_dcpo.serving.limits import Limits
+from megatron_dcpo.serving.limits import ServeLimits
 from megatron_dcpo.serving.targets import checked_target
 
 # they are about one connection, not about what travels over it
@@ -61,8 +61,10 @@ class Forward:
     instead of the client's, None for the client's.
     """
 
-    def __init__(self, url: str, limits: Limits | None = None, api_key: str | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(
+        self, url: str, limits: ServeLimits | None = None, api_key: str | None = None
+    ) -> None:
+        self.limits = limits or ServeLimits()
         self.api_key = api_key
         self.url = httpx2.URL(url.rstrip("/"))
         self.version_path = self.url.raw_path.rstrip(b"/")
@@ -70,7 +72,7 @@ class Forward:
         self.named = without_password(url.rstrip("/"))
         # a model answers when it is done: only the connection has a time-out
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-        pool = httpx2.Limits(
+        pool = httpx2.ServeLimits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS
         )
         trusted = ssl.create_default_context()

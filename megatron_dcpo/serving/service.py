@@ -20,9 +20,9 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.asking import read_body
 from megatron_dcpo.serving.calibrator import PLAIN, Names
-from megatron_dcpo.serving.ending import Ending
+from megatron_dcpo.serving.ending import Shutdown
 from megatron_dcpo.serving.feedback import MOST_ANSWERS, Feedback, UnknownAnswerError
-from megatron_dcpo.serving.limits import Gate, Limits
+from megatron_dcpo.serving.limits import Gate, ServeLimits
 from megatron_dcpo.serving.metrics import ServingMetrics
 from megatron_dcpo.serving.refusals import Refusals
 from megatron_dcpo.serving.replies import error_body
@@ -51,10 +51,10 @@ class Service:
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
     reader: AdapterReader | None = None
-    limits: Limits = field(default_factory=Limits)
-    gate: Gate = field(default_factory=lambda: Gate(Limits()))
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    gate: Gate = field(default_factory=lambda: Gate(ServeLimits()))
     refusals: Refusals = field(default_factory=Refusals)
-    ending: Ending = field(default_factory=Ending)
+    ending: Shutdown = field(default_factory=Shutdown)
 
 
 def build_service(
@@ -63,12 +63,12 @@ def build_service(
     names: Names | None = None,
     reader: AdapterReader | None = None,
     is_proxy: bool = True,
-    limits: Limits | None = None,
+    limits: ServeLimits | None = None,
 ) -> Service:
     """Return the service of a proxy, with a page and its metrics; or of a middleware, whose
     application shows the metrics of its ``registry`` itself.
     """
-    limits = limits or Limits()
+    limits = limits or ServeLimits()
     feedback = Feedback()
     fitted = None
     if scorer.calibrator is not None and scorer.calibrator.record is not None:
