@@ -72,7 +72,7 @@ class Forward:
         self.named = without_password(url.rstrip("/"))
         # a model answers when it is done: only the connection has a time-out
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-        pool = httpx2.ServeLimits(
+        pool = httpx2.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS
         )
         trusted = ssl.create_default_context()
