@@ -56,6 +56,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
     parser.add_argument("--port", type=int, default=8100, help="default 8100")
     parser.add_argument(
+        "--example", default="", metavar="TEXT", help="a question that the page at / offers"
+    )
+    parser.add_argument(
         "--api-key-env",
         default="OPENAI_API_KEY",
         metavar="NAME",
@@ -122,7 +125,9 @@ def run(args: argparse.Namespace) -> int:
     if scorer.calibrator is not None:
         check_models(scorer.calibrator, args.calibrator, names)
     limits = _limits(args)
-    service = build_service(scorer, CollectorRegistry(), names, reader, limits=limits)
+    service = build_service(
+        scorer, CollectorRegistry(), names, reader, limits=limits, example=args.example
+    )
     forward = Forward(args.endpoint, limits, api_key if keys else None)
     app = ConfidenceMiddleware(forward, service)
     guarded = Access(app, is_local=is_loopback(args.host), keys=keys)

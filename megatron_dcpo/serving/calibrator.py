@@ -64,9 +64,14 @@ class Calibrator:
         """Return the name of the label from which the task is read, None if it reads none."""
         return task_column(self.predictor.source)
 
+    @property
+    def tasks(self) -> list[str]:
+        """Return the tasks whose answers were fitted, for a predictor that reads the task."""
+        return [str(task) for task in self.predictor.weights["tasks"].tolist()]
+
     def knows_task(self, task: str) -> bool:
         """Return whether answers to this task were fitted."""
-        return task in self.predictor.weights["tasks"].tolist()
+        return task in self.tasks
 
     def completed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body with the sampling options of the fit, as far as the client has left them
