@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, add_kinds_argument, positive_int
@@ -129,10 +128,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-# sources that are no kind of confidence
-_INPUTS = ("mean", "full", "response", "reasoning", "task", "states", "stack")
-
-
 def _source(args: argparse.Namespace) -> str | None:
     """Return what the predictor reads, by ``--source``, or ``--features`` and ``--task-column``.
     Raises :class:`UserError` for options that do not go together.
@@ -183,47 +178,16 @@ def run(args: argparse.Namespace) -> int:
         return calibrate_adapter.run(args)
     _refuse_options_of_adapter(args)
     from megatron_dcpo.cli.report import show_scores
-    from megatron_dcpo.evaluation import posthoc
-    from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
-    from megatron_dcpo.evaluation.foreign import read_any
-    from megatron_dcpo.evaluation.scoring import (
-        RANKING_ONLY,
-        checked_kinds,
-        confidences_of,
-        parse_kinds,
-        scores_of_arms,
-    )
-    from megatron_dcpo.evaluation.states import with_states
+    from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
 
-    source = _source(args)
-    if source and source.partition(":")[0] not in _INPUTS:
-        parse_kinds(source)
-    samples = []
-    for path in args.samples:
-        read = read_any(path)
-        samples += with_states(read, path) if posthoc.reads_states(source or "") else read
-    kinds_by = args.kinds or args.task_column or ""
-    kinds = checked_kinds(samples, kinds_by)
-    predictor, held_out = posthoc.fit(
-        args.method, samples, source, held_out=args.held_out, seed=args.seed, epochs=args.epochs
+    options = PosthocFit(
+        method=args.method,
+        source=_source(args),
+        held_out=args.held_out,
+        seed=args.seed,
+        epochs=args.epochs,
+        kinds_by=args.kinds or args.task_column or "",
     )
-    fitted_on = fitted_on_of(args.samples, samples)
-    if fitted_on is None:
-        logger.warning(
-            "there is no settings.json next to the samples, so the predictor does not say what it "
-            "was fitted on, and dcpo serve takes it only with --accept-mismatch"
-        )
-    confidences = predictor.predict(held_out or samples)
-    record = record_of(fitted_on, held_out, confidences)
-    record = replace(record, finish_reasons=finish_reasons_of(samples))
-    replace(predictor, record=record).save(args.out)
-    rows = {}
-    if held_out:
-        before = predictor.source
-        if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
-            before = "token"
-        arms = {kind: confidences_of(held_out, kind) for kind in ("verbal", before)}
-        arms[args.method] = confidences_of(held_out, "posthoc")
-        rows = scores_of_arms(held_out, arms, kinds_by)
-    show_scores("predictor", args.out, rows, kinds, as_json=args.json)
+    scores = fit_on_files(args.samples, args.out, options)
+    show_scores("predictor", args.out, scores.rows, scores.kinds, as_json=args.json)
     return 0
