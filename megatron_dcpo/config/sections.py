@@ -441,9 +441,9 @@ class LoggingConfig:
     """What a run writes besides metrics.jsonl."""
 
     to: Names = ("tensorboard",)
-    """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
+    """Loggers: tensorboard, wandb, mlflow, swanlab, trackio, or one of yours by import path."""
     project: str = ""
-    """Project of wandb, mlflow and swanlab; empty: the name of the directory that run_dir is in."""
+    """Project of those but tensorboard; empty: the name of the directory that run_dir is in."""
     samples_interval: NonNegative = 10
     """Write the judged responses every N steps (0: never)."""
 

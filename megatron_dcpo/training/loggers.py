@@ -1,5 +1,5 @@
-"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab, or a
-logger by import path.
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab,
+Trackio, or a logger by import path.
 
 Each package is imported only if ``logging.to`` names it, and reads its own environment variables
 (``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ``SWANLAB_MODE``). A logger that fails while a run
@@ -273,7 +273,39 @@ class SwanLab:
         self.run.finish()
 
 
+class Trackio:
+    """Continues the Trackio run of this run directory, or begins a new one. Trackio knows a run by
+    its name, and keeps no files of it.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
+        import trackio
+
+        new = f"{directory.absolute().name}-{uuid.uuid4().hex[:8]}"
+        identity = known_id(directory, "trackio", first_step) or new
+        self.run: Any = trackio.init(
+            project=project_of(config),
+            name=identity,
+            resume="allow",
+            embed=False,
+            config=dict(flat(as_dict(config))),
+        )
+        remember_id(directory, "trackio", identity)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def finish(self, artifacts: Sequence[Path]) -> None:
+        self.run.finish()
+
+
 # by the name of the package as well
 OPENERS: Mapping[str, Open] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab}
+    {
+        "tensorboard": TensorBoard,
+        "wandb": WandB,
+        "mlflow": MLflow,
+        "swanlab": SwanLab,
+        "trackio": Trackio,
+    }
 )

@@ -56,6 +56,7 @@ WRITTEN = (
     "tensorboard",
     "wandb",
     "swanlab",
+    "trackio",
     "logger_ids.json",
     "profile",
     "policy",

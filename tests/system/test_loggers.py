@@ -68,6 +68,18 @@ def init(config, **options):
     note(**options)
     return Run()
 """,
+    "trackio": NOTE
+    + """
+class Run:
+    def log(self, metrics, step):
+        note(step_of=step, **metrics)
+    def finish(self):
+        note(finished=True)
+def init(project, name, resume, embed, config):
+    note(project=project, resume=resume)
+    assert config["seed"] == 1
+    return Run()
+""",
 }
 
 
@@ -104,7 +116,7 @@ def test_metrics_reach_the_project(tmp_path, name):
     steps = [note for note in notes if "step_of" in note]
     assert notes[0]["project"] == "p"
     assert notes[-1] == {"finished": True}
-    assert name == "swanlab" or {"artifacts": ["config.yaml", "report.html"]} in notes
+    assert name in ("swanlab", "trackio") or {"artifacts": ["config.yaml", "report.html"]} in notes
     assert [step.pop("step_of") for step in steps] == [1, 2]
     assert steps == [
         {k: v for k, v in row.items() if v is not None} for row in metrics(tmp_path / "run")
