@@ -4,7 +4,7 @@
 # make test-python PYTHON=python3.12 CORE=0.19.2           the numbers on another Python and Megatron-core
 # make serve       answers with confidences, in a browser
 # make lint        ruff, mypy, shellcheck, the documentation's links
-# make docs        the documentation as a site, build/site
+# make docs        the documentation as a site, build/site   make dist             wheel and sdist, installed in empty Pythons
 PYTHON ?= python3
 SEED ?= 1
 OUT ?= runs/quickstart
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs clean
+	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs dist clean
 
 setup: $(VENV)/.installed
 
@@ -92,6 +92,13 @@ spine: setup
 # what needs neither ranks nor a training, without what takes seconds (marked slow)
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) -m "not slow" tests/unit tests/house
+
+# wheel and sdist in dist/, each installed without training into an empty environment of every Python that is named
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --quiet --outdir dist
+	for python in $(or $(PYTHONS),$(PYTHON)); do for file in dist/*; do sh tools/try_install.sh $$python $$file || exit 1; done; done
 
 # every combination of the invariance grid (about 1,300 settings on up to 8 processes; the suite covers every pair)
 test-grid: setup
