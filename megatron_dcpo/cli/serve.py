@@ -17,7 +17,7 @@ from megatron_dcpo.serving.arguments import add_scoring_arguments
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.serving.limits import Limits
+    from megatron_dcpo.serving.limits import ServingLimits
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ def _check_reach(args: argparse.Namespace, is_local: bool) -> None:
     )
 
 
-def _limits(args: argparse.Namespace) -> Limits:
-    from megatron_dcpo.serving.limits import Limits
+def _limits(args: argparse.Namespace) -> ServingLimits:
+    from megatron_dcpo.serving.limits import ServingLimits
 
-    return Limits(
+    return ServingLimits(
         request_bytes=args.max_request_mb * _MB,
         reply_bytes=args.max_reply_mb * _MB,
         event_bytes=min(args.max_reply_mb, 16) * _MB,

@@ -28,7 +28,7 @@ from megatron_dcpo.serving.asgi import (
     whole_body,
 )
 from megatron_dcpo.serving.asking import PATHS
-from megatron_dcpo.serving.limits import Limits
+from megatron_dcpo.serving.limits import ServingLimits
 from megatron_dcpo.serving.targets import checked_target
 
 # they are about one connection, not about what travels over it
@@ -61,8 +61,10 @@ class Forward:
     instead of the client's, None for the client's.
     """
 
-    def __init__(self, url: str, limits: Limits | None = None, api_key: str | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(
+        self, url: str, limits: ServingLimits | None = None, api_key: str | None = None
+    ) -> None:
+        self.limits = limits or ServingLimits()
         self.api_key = api_key
         self.url = httpx2.URL(url.rstrip("/"))
         self.version_path = self.url.raw_path.rstrip(b"/")

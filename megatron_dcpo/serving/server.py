@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_dcpo.serving.asgi import App
-from megatron_dcpo.serving.ending import Ending
+from megatron_dcpo.serving.ending import ServerEnd
 
 # for the words that a request under way is told when the server ends
 _LAST_SECONDS = 2
@@ -110,12 +110,12 @@ class TimedH11(_Timed, H11Protocol):
     """Reads requests with h11."""
 
 
-class Server(uvicorn.Server):
+class ProxyServer(uvicorn.Server):
     """Ends at the first SIGTERM or SIGINT, after ``grace`` seconds at the latest, without an error;
     at the second SIGINT at once.
     """
 
-    def __init__(self, config: uvicorn.Config, ending: Ending, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, ending: ServerEnd, grace: float) -> None:
         super().__init__(config)
         self.ending = ending
         self.grace = grace
@@ -132,11 +132,11 @@ class Server(uvicorn.Server):
 
 def server_of(
     app: App,
-    ending: Ending,
+    ending: ServerEnd,
     grace: float,
     timeouts: Timeouts | None = None,
     parser: type[_Timed] = TimedHttpTools,
-) -> Server:
+) -> ProxyServer:
     """Return a server of an application."""
     protocol = type(parser.__name__, (parser,), {"timeouts": timeouts or Timeouts()})
     config = uvicorn.Config(
@@ -152,7 +152,7 @@ def server_of(
         timeout_keep_alive=protocol.timeouts.idle,  # type: ignore[attr-defined]
         timeout_graceful_shutdown=round(grace) + _LAST_SECONDS,
     )
-    return Server(config, ending, grace)
+    return ProxyServer(config, ending, grace)
 
 
 PARSERS: Sequence[type[_Timed]] = (TimedHttpTools, TimedH11)

@@ -20,9 +20,9 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.asking import read_body
 from megatron_dcpo.serving.calibrator import PLAIN, Names
-from megatron_dcpo.serving.ending import Ending
+from megatron_dcpo.serving.ending import ServerEnd
 from megatron_dcpo.serving.feedback import MOST_ANSWERS, Feedback, UnknownAnswerError
-from megatron_dcpo.serving.limits import Gate, Limits
+from megatron_dcpo.serving.limits import Gate, ServingLimits
 from megatron_dcpo.serving.metrics import ServingMetrics
 from megatron_dcpo.serving.refusals import Refusals
 from megatron_dcpo.serving.replies import error_body
@@ -51,10 +51,10 @@ class Service:
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
     reader: AdapterReader | None = None
-    limits: Limits = field(default_factory=Limits)
-    gate: Gate = field(default_factory=lambda: Gate(Limits()))
+    limits: ServingLimits = field(default_factory=ServingLimits)
+    gate: Gate = field(default_factory=lambda: Gate(ServingLimits()))
     refusals: Refusals = field(default_factory=Refusals)
-    ending: Ending = field(default_factory=Ending)
+    ending: ServerEnd = field(default_factory=ServerEnd)
 
 
 def build_service(
@@ -63,12 +63,12 @@ def build_service(
     names: Names | None = None,
     reader: AdapterReader | None = None,
     is_proxy: bool = True,
-    limits: Limits | None = None,
+    limits: ServingLimits | None = None,
 ) -> Service:
     """Return the service of a proxy, with a page and its metrics; or of a middleware, whose
     application shows the metrics of its ``registry`` itself.
     """
-    limits = limits or Limits()
+    limits = limits or ServingLimits()
     feedback = Feedback()
     fitted = None
     if scorer.calibrator is not None and scorer.calibrator.record is not None:
