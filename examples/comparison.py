@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from megatron_dcpo.evaluation.scoring import LOOKUP, METRICS, headline
 
 # GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
 # one is the bar: a stated confidence has to know more than log-prob, length and task.
@@ -37,16 +40,8 @@ TITLES = {
     "grpo_recalibrated": "GRPO, recalibrated",
     "grpo_recalibrated_task": "the same, with the task",
 }
-COLUMNS = {
-    "accuracy": "acc.",
-    "ece": "ECE",
-    "pce": "PCE",
-    "brier": "Brier",
-    "auroc": "AUROC",
-    "skill": "skill",
-    "mean_confidence": "conf.",
-    "violation_rate": "viol.",
-}
+# in the log of a training: step 16/250 ... 0:04:10 left
+_STEP = re.compile(r"step (\d+/\d+) .*?(?:([\d:]+) left)?$", re.MULTILINE)
 console = Console(stderr=True)
 
 
@@ -178,7 +173,13 @@ def compare(comparison: Comparison, workers: int) -> None:
     start_over_unless_interrupted(comparison)
     with ThreadPoolExecutor(workers) as pool:
         jobs = [pool.submit(run_one, comparison, name) for name in ("base", *comparison.methods)]
-        wait(jobs, out, comparison.methods)
+        try:
+            wait(jobs, out, comparison.methods)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # the trainings save what they have
+            raise SystemExit(
+                "interrupted; the same command continues where this one stopped"
+            ) from None
     summary = summarize(comparison)
     comparison.report()
     draw(out, summary)
@@ -223,7 +224,7 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
                 for other in jobs:
                     other.cancel()
                 raise job.exception()
-        line = "   ".join(f"{m} {_steps(out / m)}" for m in methods)
+        line = "   ".join(f"{method} {_progress(out / method)}" for method in methods)
         if line != shown and (console.is_terminal or time.monotonic() - said > 30):
             console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
             shown, said = line, time.monotonic()
@@ -233,25 +234,17 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
 
 def summarize(comparison: Comparison) -> dict[str, dict[str, float]]:
     """Return the held-out numbers of every row, read from its evaluation.json: of the stated
-    (verbal) confidence, or of the one that stands in its place.
+    (verbal) confidence, or of the one that stands in its place. Behind each policy's row is that of
+    its fitted lookup, ``lookup`` for GRPO's and ``METHOD_lookup`` for the others'.
     """
-    summary, kinds = {}, dict.fromkeys(comparison.rows, "verbal")
-    if "grpo" in comparison.methods:
-        kinds |= {**dict.fromkeys(RECALIBRATED, "posthoc"), "lookup": "lookup"}
-    for name, kind in kinds.items():
-        source = "grpo" if name == "lookup" else name
-        result = json.loads((comparison.out / source / "evaluation.json").read_text())[
-            "benchmarks"
-        ]["heldout"]
-        scores = result[kind]
-        summary[name] = {
-            "accuracy": result["accuracy"],
-            **{key: scores[key] for key in ("ece", "pce", "brier", "auroc")},
-            "skill": scores.get("skill", 0.0),  # of the lookup by definition 0
-            "mean_confidence": scores["mean_confidence"],
-            "violation_rate": result["violation_rate"] if kind == "verbal" else 0.0,
-            "n": result["n"],
-        }
+    summary = {}
+    for name in comparison.rows:
+        evaluation = json.loads((comparison.out / name / "evaluation.json").read_text())
+        kind = "posthoc" if name in RECALIBRATED else "verbal"
+        summary[name] = headline(evaluation, kind, "heldout")
+        if kind == "verbal":
+            lookup = "lookup" if name == "grpo" else f"{name}_lookup"
+            summary[lookup] = headline(evaluation, LOOKUP, "heldout")
     return summary
 
 
@@ -273,11 +266,12 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
 
 def show(summary: dict[str, dict[str, float]]) -> None:
     caption = (
-        "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: "
-        "share without a valid one. "
+        "within kinds: AUROC among problems of one type; skill: 1 - Brier / Brier of the lookup; "
+        "mean conf.: mean confidence; violations: share without a valid one. "
         "grpo_recalibrated: logistic regression on GRPO's log-probs, length and stated "
         "confidence; with _task: on log-prob, length and task, the bar for a stated confidence. "
-        "lookup: GRPO's accuracy on other problems of the same kind"
+        "lookup: GRPO's share of right answers by type of problem, cross-fitted on these answers "
+        "(five folds of problems); METHOD_lookup: the same of the other policies"
     )
     table = Table(
         title=f"Held-out problems, {summary['base']['n']} responses",
@@ -286,16 +280,27 @@ def show(summary: dict[str, dict[str, float]]) -> None:
         pad_edge=False,
     )
     table.add_column("", no_wrap=True)
-    for heading in COLUMNS.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = [name for name in METRICS if name != "n"]
+    for column in columns:
+        table.add_column(METRICS[column].label, justify="right", no_wrap=True)
     for name, row in summary.items():
-        table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
+        cells = ["–" if row[column] is None else f"{row[column]:.3f}" for column in columns]
+        table.add_row(name, *cells)
     Console().print(table)
 
 
-def _steps(run: Path) -> str:
-    path = run / "metrics.jsonl"
-    return f"step {len(path.read_text().splitlines())}" if path.is_file() else "-"
+def _progress(run: Path) -> str:
+    """Return how far a training is, and how long it will take, by the last line of its log."""
+    if (run / "evaluation.json").is_file():
+        return "done"
+    if (run / "policy").is_dir():
+        return "is evaluated"
+    log = run / "log.txt"
+    found = _STEP.findall(log.read_text()) if log.is_file() else []
+    if not found:
+        return "-"
+    steps, left = found[-1]
+    return f"step {steps}" + (f", {left} left" if left else "")
 
 
 def _short(argument: str) -> str:

@@ -68,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first train, sample and publish; finished cells are kept",
     )
+    of_price.add_argument(
+        "--replication",
+        action="store_true",
+        help="of ten fresh pretrainings (docs/lab/price_replicated.md)",
+    )
     own = verbs.add_parser(
         "adapter", help="a confidence with parameters of its own against the bar: its tables"
     )
@@ -97,10 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     for verb, cells, policies in (
         (test, "runs/lab_test", of_test),
         (second, "runs/world2", "graphs.1"),
-        (of_price, "runs/price", of_test),
+        (of_price, "runs/price", None),
     ):
         verb.add_argument(
-            "--policies", default=policies, help="pretrainings (default: %(default)s)"
+            "--policies",
+            default=policies,
+            help="pretrainings, separated by commas (default: those of the study)",
         )
         verb.add_argument(
             "--seeds", type=int, default=1, help="of every method on every pretraining"
@@ -164,18 +171,24 @@ def _world2(args: argparse.Namespace) -> None:
 
 
 def _price(args: argparse.Namespace) -> None:
-    records = args.out / price.RECORDS
+    study = price.REPLICATION if args.replication else price.FIRST
+    if args.policies is None:
+        args.policies = ",".join(f"large.{number}" for number in study.pretrainings)
+    records = args.out / study.records
     if args.train:
-        _train(args, price.lab(args.grid, args.jobs), price.ROWS, records)
-    price.tables(records, args.out)
+        _train(args, price.lab(args.grid, args.jobs), study.rows, records)
+    price.tables(records, args.out, study)
 
 
 def _adapter(args: argparse.Namespace) -> None:
-    records = args.out / adapter.RECORDS
     if args.train:
+        records = args.out / adapter.AGAIN.records
         adapter.train(args.grid.resolve())
         logging.info("%d seeds packed", adapter.pack(args.grid.resolve(), records))
-    adapter.tables(records, args.out)
+    for study in (adapter.FIRST, adapter.AGAIN):
+        records = args.out / study.records
+        if records.is_file():
+            adapter.tables(records, args.out, study)
 
 
 def _train(

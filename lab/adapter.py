@@ -1,6 +1,9 @@
-"""A confidence with parameters of its own against the bar, on the quickstart's policy after GRPO.
+"""A confidence with parameters of its own against a lookup and the bar, on the quickstart's policy
+after GRPO.
 
-The design was committed before the first run (``docs/lab/adapter.md``).
+The study that is trained here is ``docs/lab/adapter_again.md``, whose design was committed before
+its first run. Tables are made of it and of the first one (``docs/lab/adapter.md``), which commits
+4ed10e3d to d9098554 trained.
 """
 
 from __future__ import annotations
@@ -11,13 +14,17 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from lab.results import read_archive, write_archive, write_json
-from megatron_dcpo.calibration import accuracy_at_coverage, auroc
+from lab.results import Interval, crossed, read_archive, write_archive, write_json
+from lab.testgrid import commit
+from megatron_dcpo.calibration import accuracy_at_coverage, auroc, auroc_within
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.samples import Sample, read_samples
 
@@ -25,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
-RECORDS = "adapter_records.tar.xz"
-SEEDS = (1, 2, 3)
+TRAIN = QUICKSTART / "data" / "train.jsonl"
+HELD_OUT = QUICKSTART / "data" / "heldout.jsonl"
+SEEDS = (1, 2, 3, 4, 5)
 SAMPLING = "--template raw --max-tokens 32 --temperature 1.0 --top-p 1.0 --top-k 0"
 ADAPTER = (
     "optimizer.lr=1e-3",
@@ -36,22 +44,62 @@ ADAPTER = (
     "model.params_dtype=fp32",
     "logging.to=[]",
 )
-# the arms and what dcpo calibrate is asked for; "shuffled" learns labels that say nothing
-ADAPTERS = {
-    "adapter": (),
-    "adapter, teacher": ("--teacher", "logistic"),
-    "adapter, shuffled labels": (),
-}
-RESAMPLES = 2000
+# predictors, by what dcpo calibrate reads for them
+PREDICTORS = MappingProxyType({"bar": "task", "probe": "states", "stack": "stack"})
+SHUFFLED = "adapter, shuffled labels"
+# adapters, by their teachers
+ADAPTERS = MappingProxyType(
+    {
+        "adapter, T = R": "correct",
+        "adapter, taught by the bar": "task",
+        "adapter, taught by the stack": "stack",
+        SHUFFLED: "correct",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Name a study: its page and files begin with ``name``. The arms in ``compared`` are compared
+    with those in ``against``.
+    """
+
+    name: str
+    title: str
+    compared: tuple[str, ...]
+    against: tuple[str, ...]
+
+    @property
+    def records(self) -> str:
+        return f"{self.name}_records.tar.xz"
+
+
+FIRST = Study(
+    name="adapter",
+    title="a confidence with parameters of its own",
+    compared=("adapter", "adapter, teacher", "boosted trees"),
+    against=("bar",),
+)
+AGAIN = Study(
+    name="adapter_again",
+    title="a confidence with parameters of its own, fitted on enough answers",
+    compared=(
+        *(name for name in ADAPTERS if name != SHUFFLED),
+        *(f"{name}, greedy" for name in ADAPTERS if name != SHUFFLED),
+        "probe",
+        "stack",
+        "boosted trees",
+    ),
+    against=("lookup", "bar", "adapter, T = R"),
+)
 
 
 def train(out: Path) -> None:
     """Train the policies, sample them and fit the arms; finished parts are kept."""
-    fit = out / "fit.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
-    write_unseen(fit)
     for seed in SEEDS:
         directory = out / f"seed{seed}"
+        directory.mkdir(parents=True, exist_ok=True)
+        _note_start(directory)
         policy = directory / "grpo" / "policy"
         if not policy.is_dir():
             dcpo(
@@ -60,45 +108,58 @@ def train(out: Path) -> None:
                 *(f"seed={seed}", "logging.to=[]", "training.resume=auto"),
                 "training.gradient_probe_interval=0",
             )
-        for name, file, repeats in (
-            ("fit", fit, 4),
-            ("test", QUICKSTART / "data" / "heldout.jsonl", 8),
-        ):
+        for name, file, repeats in (("fit", TRAIN, 4), ("test", HELD_OUT, 8)):
             if not (directory / name / "evaluation.json").is_file():
                 dcpo(
                     "evaluate",
                     *("--model", policy, "--out", directory / name),
                     *("--benchmarks", f"{name}={file}", "--repeats", repeats),
                     *(*SAMPLING.split(), "--resamples", 0, "--batch-size", 256),
+                    *("--keep", "states"),
                 )
-        _fit_arms(directory, policy)
+        _fit_predictors(directory)
+        _fit_adapters(directory, policy)
 
 
-def _fit_arms(directory: Path, policy: Path) -> None:
+def _note_start(directory: Path) -> None:
+    """Write the commit and the time at which a seed was begun, once."""
+    path = directory / "started.json"
+    if not path.is_file():
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(json.dumps({"commit": commit(), "started": now}))
+
+
+def _fit_predictors(directory: Path) -> None:
+    for name, features in PREDICTORS.items():
+        if not (directory / f"{name}.npz").is_file():
+            dcpo(
+                *("calibrate", "--samples", directory / "fit" / "samples.jsonl"),
+                *("--features", features, "--held-out", 0),
+                *("--out", directory / f"{name}.npz"),
+            )
+
+
+def _fit_adapters(directory: Path, policy: Path) -> None:
     answers = directory / "fit" / "samples.jsonl"
-    if not (directory / "bar.npz").is_file():
-        dcpo(
-            *("calibrate", "--samples", answers, "--features", "task"),
-            *("--held-out", 0, "--out", directory / "bar.npz"),
-        )
-    for number, (name, options) in enumerate(ADAPTERS.items()):
-        read = directory / f"{name}.jsonl"
-        if read.is_file():
-            continue
+    for number, (name, teacher) in enumerate(ADAPTERS.items()):
         samples = answers
-        if "shuffled" in name:
+        if name == SHUFFLED:
             samples = _shuffled(answers, directory / "shuffled")
         run = directory / f"adapter{number}"
-        dcpo(
-            *("calibrate", "--kind", "adapter", "--model", policy, *options),
-            *("--samples", samples, "--held-out", 0, "--out", run, *ADAPTER),
-            "training.resume=auto",
-        )
-        dcpo(
-            *("calibrate", "--apply", run, "--out", read),
-            *("--samples", directory / "test" / "samples.jsonl"),
-            "model.params_dtype=fp32",
-        )
+        if not (run / "confidence.json").is_file():
+            dcpo(
+                *("calibrate", "--kind", "adapter", "--model", policy, "--target", "text"),
+                *("--teacher", teacher, "--samples", samples, "--held-out", 0),
+                *("--out", run, *ADAPTER, "training.resume=auto"),
+            )
+        for reading in ("mean", "greedy"):
+            read = directory / f"{name}, {reading}.jsonl"
+            if not read.is_file():
+                dcpo(
+                    *("calibrate", "--apply", run, "--read", reading, "--out", read),
+                    *("--samples", directory / "test" / "samples.jsonl"),
+                    "model.params_dtype=fp32",
+                )
 
 
 def _shuffled(answers: Path, out: Path) -> Path:
@@ -118,21 +179,6 @@ def _shuffled(answers: Path, out: Path) -> Path:
     return path
 
 
-def write_unseen(out: Path) -> None:
-    """Write the lab's validation problems that are in no file of the quickstart."""
-    seen = set()
-    for file in ("train.jsonl", "heldout.jsonl"):
-        for line in (QUICKSTART / "data" / file).read_text().splitlines():
-            seen.add(json.loads(line)["problem"])
-    validation = ROOT / "examples" / "lab" / "data" / "heldout.jsonl"
-    lines = [
-        line
-        for line in validation.read_text().splitlines()
-        if json.loads(line)["problem"] not in seen
-    ]
-    out.write_text("".join(f"{line}\n" for line in lines))
-
-
 def dcpo(*arguments: object) -> None:
     """Run a verb as a user does. Raises CalledProcessError if it fails."""
     words = [str(word) for word in arguments]
@@ -148,17 +194,19 @@ def dcpo(*arguments: object) -> None:
 
 # ----------------------------------------------------------------------------------------- results
 def pack(out: Path, archive: Path) -> int:
-    """Write every tested answer's problem, verdict and confidences of the seeds that are finished;
-    return how many these are.
+    """Write every tested answer's problem, type, verdict and confidences of the seeds that are
+    finished; return how many these are.
     """
     files = {}
     for seed in SEEDS:
         directory = out / f"seed{seed}"
-        if not (directory / f"{list(ADAPTERS)[-1]}.jsonl").is_file():
-            continue
-        tested = read_samples(directory / "test" / "samples.jsonl")
+        if not (directory / f"{list(ADAPTERS)[-1]}, greedy.jsonl").is_file():
+            break
+        tested = _with_states(directory / "test" / "samples.jsonl")
         rows = {
+            **json.loads((directory / "started.json").read_text()),
             "problem": [posthoc.problem_of(sample) for sample in tested],
+            "kind": [sample.prompt.kind for sample in tested],
             "correct": [float(sample.correct) for sample in tested],
             "arms": {
                 arm: np.round(values, 4).tolist()
@@ -170,27 +218,11 @@ def pack(out: Path, archive: Path) -> int:
     return len(files)
 
 
-def tables(archive: Path, page: Path) -> dict[str, Any]:
-    """Write ``adapter.json`` and ``adapter_tables.md`` into ``page``; return the former."""
-    seeds = {
-        name.removesuffix(".json").removeprefix("seed"): json.loads(content)
-        for name, content in sorted(read_archive(archive).items())
-    }
-    result: dict[str, Any] = {"seeds": list(seeds), "arms": {}, "minus_bar": {}}
-    for arm in next(iter(seeds.values()))["arms"]:
-        by_seed = [
-            (np.array(rows["arms"][arm]), np.array(rows["correct"])) for rows in seeds.values()
-        ]
-        result["arms"][arm] = {
-            "brier": [float(np.mean((c - y) ** 2)) for c, y in by_seed],
-            "auroc": [float(auroc(c, y)) for c, y in by_seed],
-            "risk_at_half": [1 - float(accuracy_at_coverage(c, y, 0.5)) for c, y in by_seed],
-        }
-    for arm in ("adapter", "adapter, teacher", "boosted trees"):
-        result["minus_bar"][arm] = _minus_bar(arm, seeds)
-    write_json(page / "adapter.json", result)
-    (page / "adapter_tables.md").write_text(_page(result))
-    return result
+def _with_states(file: Path) -> list[Sample]:
+    """Return the samples of a file with the model's states."""
+    from megatron_dcpo.evaluation.states import with_states
+
+    return with_states(read_samples(file), file)
 
 
 def _arms(directory: Path, tested: Sequence[Sample]) -> dict[str, np.ndarray]:
@@ -206,13 +238,28 @@ def _arms(directory: Path, tested: Sequence[Sample]) -> dict[str, np.ndarray]:
     arms = {
         "stated": filled([sample.judgement.confidence for sample in tested]),
         "constant": np.full(len(tested), constant),
-        "bar": filled(posthoc.Posthoc.load(directory / "bar.npz").predict(tested)),
+        "lookup": filled(_lookup(fitted, tested)),
         "boosted trees": filled(_boosted(fitted, tested)),
     }
+    for name in PREDICTORS:
+        predictor = posthoc.Posthoc.load(directory / f"{name}.npz")
+        arms[name] = filled(predictor.predict(tested))
     for name in ADAPTERS:
-        read = read_samples(directory / f"{name}.jsonl")
-        arms[name] = filled([sample.measures.posthoc_confidence for sample in read])
+        for reading, suffix in (("mean", ""), ("greedy", ", greedy")):
+            read = read_samples(directory / f"{name}, {reading}.jsonl")
+            arms[f"{name}{suffix}"] = filled(
+                [sample.measures.posthoc_confidence for sample in read]
+            )
     return arms
+
+
+def _lookup(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float | None]:
+    """Return the share of right answers among the fitted ones of each tested answer's type."""
+    of_kind: dict[str | None, list[bool]] = {}
+    for sample in fitted:
+        of_kind.setdefault(sample.prompt.kind, []).append(sample.correct)
+    shares = {kind: float(np.mean(verdicts)) for kind, verdicts in of_kind.items()}
+    return [shares.get(sample.prompt.kind) for sample in tested]
 
 
 def _boosted(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float | None]:
@@ -236,44 +283,97 @@ def _boosted(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float |
     return predictions
 
 
-def _minus_bar(arm: str, seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return Brier(arm) - Brier(bar): for each seed the mean over problems with its 95 % interval
-    by the bootstrap over problems, and the same pooled over seeds and problems.
+def tables(archive: Path, page: Path, study: Study) -> dict[str, Any]:
+    """Write ``<name>.json`` and ``<name>_tables.md`` into ``page``; return the former."""
+    seeds = {
+        name.removesuffix(".json").removeprefix("seed"): with_kinds(json.loads(content))
+        for name, content in sorted(read_archive(archive).items())
+    }
+    result: dict[str, Any] = {
+        "seeds": list(seeds),
+        "started": [rows.get("started") for rows in seeds.values()],
+        "commits": [rows.get("commit") for rows in seeds.values()],
+        "arms": {},
+        "minus": {},
+    }
+    for arm in next(iter(seeds.values()))["arms"]:
+        result["arms"][arm] = _scores(arm, list(seeds.values()))
+    for other in study.against:
+        result["minus"][other] = {
+            arm: _minus(arm, other, seeds) for arm in study.compared if arm != other
+        }
+    write_json(page / f"{study.name}.json", result)
+    (page / f"{study.name}_tables.md").write_text(_page(study, result))
+    return result
+
+
+def with_kinds(rows: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of a seed with the type of each problem, which the first study did not keep:
+    its problems are those of the held-out file, by number.
     """
-    chosen = np.random.default_rng(0)
-    rows_of = {}
-    for seed, rows in seeds.items():
-        y = np.array(rows["correct"])
-        of_arm = (np.array(rows["arms"][arm]) - y) ** 2
-        of_bar = (np.array(rows["arms"]["bar"]) - y) ** 2
-        _, place = np.unique(rows["problem"], return_inverse=True)
-        by_problem = np.bincount(place, of_arm - of_bar) / np.bincount(place)
-        rows_of[f"seed {seed}"] = by_problem
-    rows_of["pooled"] = np.mean(list(rows_of.values()), axis=0)
-    found = {}
-    for name, values in rows_of.items():
-        draws = chosen.integers(len(values), size=(RESAMPLES, len(values)))
-        low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))
-        found[name] = [float(values.mean()), float(low), float(high)]
+    if "kind" in rows:
+        return rows
+    kinds = [json.loads(line)["type"] for line in HELD_OUT.read_text().splitlines()]
+    numbers = [int(name.rsplit("/", 1)[1]) for name in rows["problem"]]
+    return {**rows, "kind": [kinds[number] for number in numbers]}
+
+
+def _scores(arm: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the scores of an arm, a number for each seed."""
+    found: dict[str, list[float]] = {}
+    for rows in seeds:
+        confidence = np.array(rows["arms"][arm])
+        correct = np.array(rows["correct"])
+        scores = {
+            "brier": float(np.mean((confidence - correct) ** 2)),
+            "auroc": float(auroc(confidence, correct)),
+            "auroc_within": auroc_within(confidence, correct, rows["kind"]).value,
+            "risk_at_half": 1 - float(accuracy_at_coverage(confidence, correct, 0.5)),
+        }
+        for name, value in scores.items():
+            found.setdefault(name, []).append(value)
     return found
 
 
-def _page(result: Mapping[str, Any]) -> str:
+def _minus(arm: str, other: str, seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return Brier(arm) - Brier(other): the mean of each seed, and of all with its 95 % interval
+    over seeds and problems.
+    """
+    by_problem = []
+    for rows in seeds.values():
+        correct = np.array(rows["correct"])
+        of_arm = (np.array(rows["arms"][arm]) - correct) ** 2
+        of_other = (np.array(rows["arms"][other]) - correct) ** 2
+        _, place = np.unique(rows["problem"], return_inverse=True)
+        by_problem.append(np.bincount(place, of_arm - of_other) / np.bincount(place))
+    differences = np.array(by_problem)
+    pooled = crossed(differences)
+    return {
+        "seeds": [float(values.mean()) for values in differences],
+        "pooled": [pooled.mean, pooled.low, pooled.high],
+    }
+
+
+def _page(study: Study, result: Mapping[str, Any]) -> str:
     lines = [
-        "# Tables: a confidence with parameters of its own",
+        f"# Tables: {study.title}",
         "",
-        f"Mean over seeds {', '.join(map(str, result['seeds']))}:",
+        f"By `python -m lab adapter` from `{study.records}`. Mean over seeds "
+        f"{', '.join(map(str, result['seeds']))}:",
         "",
-        "| | Brier | AUROC | risk at half coverage |",
-        "|---|---|---|---|",
+        "| | Brier | AUROC | AUROC within types | risk at half coverage |",
+        "|---|---|---|---|---|",
     ]
     for arm, values in result["arms"].items():
-        means = [np.mean(values[key]) for key in ("brier", "auroc", "risk_at_half")]
+        means = [np.mean(of_seeds) for of_seeds in values.values()]
         lines.append(f"| {arm} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
-    lines += ["", "With 95 % intervals:", ""]
-    header = ["Brier minus the bar's", *next(iter(result["minus_bar"].values()))]
-    lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for arm, rows in result["minus_bar"].items():
-        shown = [f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]" for mean, low, high in rows.values()]
-        lines.append(f"| {arm} | " + " | ".join(shown) + " |")
+    for other, rows in result["minus"].items():
+        seeds = [f"seed {seed}" for seed in result["seeds"]]
+        header = [f"Brier minus that of: {other}", *seeds, "all, over seeds and problems"]
+        lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+        for arm, row in rows.items():
+            shown = [f"{mean:+.4f}" for mean in row["seeds"]]
+            gap = Interval(*row["pooled"])
+            shown.append(f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]")
+            lines.append(f"| {arm} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"

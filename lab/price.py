@@ -1,7 +1,8 @@
-"""The price of a stated confidence in accuracy, at equal informative groups: GRPO, DCPO-proper and
-RLCR, each drawing until 32 groups of a step have right and wrong answers.
+"""The price of a stated confidence in accuracy, at equal informative groups: GRPO and methods that
+state a confidence, each drawing until 32 groups of a step have right and wrong answers.
 
-The design was committed before the first run (``docs/lab/price.md``).
+The designs were committed before their first runs (``docs/lab/price.md`` and
+``docs/lab/price_replicated.md``).
 """
 
 from __future__ import annotations
@@ -9,24 +10,60 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from lab.fitted import Records, Run, logistic
+from lab.fitted import Fit, Records, Run, logistic, lookup
 from lab.results import Interval, interval, read_archive, write_json
 from lab.testgrid import DRAWS, Lab
 from lab.testtables import TITLES, difference, load, scores, table
-from megatron_dcpo.calibration import brier
+from megatron_dcpo.calibration import auroc_within, brier
 
-RECORDS = "price_records.tar.xz"
 STEPS = 200
-START = "grpo_informative"
-ROWS = (START, "dcpo_proper_informative", "rlcr_informative")
 SHOWN = ("accuracy", "pass_at_8", "ece", "brier", "auroc")
+AGAINST: Mapping[str, Fit] = MappingProxyType({"logistic": logistic, "lookup": lookup})
 MARGIN = 0.5  # points of accuracy: a method whose interval stays above -MARGIN is not inferior
+
+
+@dataclass(frozen=True)
+class Study:
+    """Name a study: its page and files begin with ``name``; ``methods`` are compared with
+    ``start``.
+    """
+
+    name: str
+    title: str
+    start: str
+    methods: tuple[str, ...]
+    pretrainings: range
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return (self.start, *self.methods)
+
+    @property
+    def records(self) -> str:
+        return f"{self.name}_records.tar.xz"
+
+
+FIRST = Study(
+    name="price",
+    title="the price at equal informative groups",
+    start="grpo_informative",
+    methods=("dcpo_proper_informative", "rlcr_informative"),
+    pretrainings=range(1, 6),
+)
+REPLICATION = Study(
+    name="price_replicated",
+    title="the price, replicated",
+    start="grpo_refilled",
+    methods=("dcpo_proper_refilled",),
+    pretrainings=range(7, 17),
+)
 
 
 def lab(out: Path, jobs: int) -> Lab:
@@ -35,9 +72,9 @@ def lab(out: Path, jobs: int) -> Lab:
     return Lab(out.resolve(), jobs, steps=STEPS, draws=draws, all_methods=True)
 
 
-def tables(archive: Path, out: Path) -> dict[str, Any]:
-    """Write ``price.json`` and ``price_tables.md``; return the former: of each method its values by
-    pretraining, and their differences from GRPO on the same pretraining and problems.
+def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
+    """Write ``<name>.json`` and ``<name>_tables.md``; return the former: of each method its values
+    by pretraining, and their differences from GRPO on the same pretraining and problems.
     """
     runs = {
         pretraining: methods
@@ -46,34 +83,56 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
     }
     counts = _counts(archive)
     result: dict[str, Any] = {}
-    for name in ROWS:
+    for name in study.rows:
         with_name = {n: r[name] for n, r in runs.items() if "test" in r.get(name, {})}
-        both = [n for n in with_name if START in runs[n]]
+        both = [n for n in with_name if study.start in runs[n]]
         result[name] = {
             "pretrainings": list(with_name),
             **{key: [scores(run)[key] for run in with_name.values()] for key in SHOWN},
-            "skill_against_logistic": [against_logistic(run) for run in with_name.values()],
+            "auroc_within": [within_types(run["test"]) for run in with_name.values()],
+            "auroc_within_of_logistic": [
+                within_types(fitted(run, logistic)) for run in with_name.values()
+            ],
+            "brier_of_lookup": [brier(*_stated(fitted(run, lookup))) for run in with_name.values()],
+            **{
+                f"skill_against_{other}": [skill_against(run, fit) for run in with_name.values()]
+                for other, fit in AGAINST.items()
+            },
             "informative_groups": [counts[n, name][0] for n in with_name],
             "responses": [counts[n, name][1] for n in with_name],
             "price": {
                 value: [
-                    float(np.mean(difference(runs[n][name], runs[n][START], value))) for n in both
+                    float(np.mean(difference(runs[n][name], runs[n][study.start], value)))
+                    for n in both
                 ]
                 for value in ("accuracy, points", "pass@8, points")
             },
         }
-    write_json(out / "price.json", result)
-    (out / "price_tables.md").write_text(_markdown(result))
+    write_json(out / f"{study.name}.json", result)
+    (out / f"{study.name}_tables.md").write_text(_markdown(study, result))
     return result
 
 
-def against_logistic(run: Run) -> float:
-    """Return 1 - Brier of the stated confidence / Brier of the logistic regression with the type of
-    problem that was fitted on the same policy's validation responses.
+def fitted(run: Run, fit: Fit) -> Records:
+    """Return the responses to the test with the confidence that ``fit`` learned from the same
+    policy's responses to the validation problems.
     """
     test: Records = run["test"]
-    fitted = test.stating(logistic(run["heldout"])(test))
-    return 1 - brier(test.confidence, test.correct) / brier(fitted.confidence, fitted.correct)
+    return test.stating(fit(run["heldout"])(test))
+
+
+def skill_against(run: Run, fit: Fit) -> float:
+    """Return 1 - Brier of the stated confidence / Brier of the fitted one."""
+    return 1 - brier(*_stated(run["test"])) / brier(*_stated(fitted(run, fit)))
+
+
+def within_types(r: Records) -> float:
+    """Return the AUROC within the types of problems."""
+    return auroc_within(r.confidence, r.correct, r.kind.tolist()).value
+
+
+def _stated(r: Records) -> tuple[np.ndarray, np.ndarray]:
+    return r.confidence, r.correct
 
 
 def _counts(archive: Path) -> dict[tuple[int, str], tuple[float, float]]:
@@ -88,29 +147,52 @@ def _counts(archive: Path) -> dict[tuple[int, str], tuple[float, float]]:
     return counts
 
 
-def _markdown(result: Mapping[str, Any]) -> str:
+def _markdown(study: Study, result: Mapping[str, Any]) -> str:
+    page = f"{study.name}.md"
     lines = [
-        "# Tables: the price at equal informative groups",
+        f"# Tables: {study.title}",
         "",
-        f"By `python -m lab price` from `{RECORDS}`; the design is in [price.md](price.md).",
+        f"By `python -m lab price` from `{study.records}`; the design is in [{page}]({page}).",
         "",
     ]
-    columns = (*SHOWN, "skill_against_logistic", "informative_groups", "responses")
+    columns = (
+        *SHOWN,
+        "auroc_within",
+        "skill_against_lookup",
+        "skill_against_logistic",
+        "informative_groups",
+        "responses",
+    )
     rows = []
-    for name in ROWS:
+    for name in study.rows:
         found = result[name]
         if not found["pretrainings"]:
             continue
         means = [_mean(found[key]) for key in columns]
         rows.append((TITLES[name], str(len(found["pretrainings"])), *means))
     lines += table("Mean over the n pretrainings.", ("n", *columns), rows)
-    lines += _prices(result)
+    lines += _fitted_rows(study, result)
+    lines += _prices(study, result)
     return "\n".join(lines)
 
 
-def _prices(result: Mapping[str, Any]) -> list[str]:
+def _fitted_rows(study: Study, result: Mapping[str, Any]) -> list[str]:
+    columns = ("brier_of_lookup", "auroc_within_of_logistic")
+    rows = [
+        (TITLES[name], *(_mean(result[name][key]) for key in columns))
+        for name in study.rows
+        if result[name]["pretrainings"]
+    ]
+    text = (
+        "What is fitted on the same policy's validation responses: the lookup of the types' Brier "
+        "score, and the logistic regression's AUROC within types."
+    )
+    return table(text, columns, rows)
+
+
+def _prices(study: Study, result: Mapping[str, Any]) -> list[str]:
     rows = []
-    for name in ROWS[1:]:
+    for name in study.methods:
         price: Mapping[str, Sequence[float]] = result[name]["price"]
         n = len(price["accuracy, points"])
         if not n:
@@ -125,7 +207,7 @@ def _prices(result: Mapping[str, Any]) -> list[str]:
             )
         )
     return table(
-        f"Minus {TITLES[START]}, same pretrainings and problems; ± for other pretrainings "
+        f"Minus {TITLES[study.start]}, same pretrainings and problems; ± for other pretrainings "
         f"(Student's t). Not inferior: the interval of the accuracy stays above -{MARGIN}.",
         ("n", "accuracy, points", "pass@8, points", "verdict"),
         rows,

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +41,8 @@ EXAMPLES = REPOSITORY / "examples" / "lab"
 PROPER = ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
 BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
 INFORMATIVE = ("rollout.filter_groups=reasoning", "rollout.max_refills=3")
+# draws until nearly every step has its 32 informative groups
+REFILLED = ("rollout.filter_groups=reasoning", "rollout.max_refills=6", "rollout.oversample=3")
 COUPLED, MEAN = "objective.name=coupled", "objective.advantage_normalization=mean"
 
 
@@ -94,6 +97,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "RLCR, authors' settings, informative groups",
             ("objective.name=rlcr", "objective.variant=original", *INFORMATIVE),
         ),
+        "grpo_refilled": Method("GRPO, groups equalised", ("objective.name=grpo", *REFILLED)),
+        "dcpo_proper_refilled": Method("DCPO-proper, groups equalised", (*PROPER, *REFILLED)),
     }
 )
 METHODS_OF_THE_TEST = ("grpo", "dcpo", "dcpo_proper", "rlcr_authors")
@@ -260,6 +265,7 @@ class Lab:
         ``cell.json``.
         """
         run, began = self.directory(cell), time.monotonic()
+        started = datetime.now(UTC).isoformat(timespec="seconds")
         run.mkdir(parents=True, exist_ok=True)
         if METHODS[cell.method].trained and not (run / "policy" / "model.safetensors").is_file():
             self._call(run, self.train_command(cell))
@@ -269,6 +275,7 @@ class Lab:
                 self._call(run, self.sample_command(cell, out, self.draws[name]))
         record = asdict(cell) | {
             "commit": commit(),
+            "started": started,
             "seconds": round(time.monotonic() - began, 1),
             **totals(run / "metrics.jsonl"),
         }

@@ -70,7 +70,8 @@ class Prompt:
     is the name of the data set or benchmark. A programming problem has packed ``tests``
     (``data/code_problems.py``), and its ``ground_truth`` is their key. ``row`` holds the columns of
     the data that a verifier or the order of the prompts reads, ``form`` says what an answer looks
-    like (``prompts.ASKS``), and ``kind`` is the kind of problem, if the data names one.
+    like (``prompts.ASKS``), and ``kind`` is the kind of problem, if the data names one. ``labels``
+    are the other columns of the data that may name a kind: short texts and whole numbers.
     """
 
     prompt_id: str
@@ -83,6 +84,7 @@ class Prompt:
     form: str = "math"
     problem: str = ""
     kind: str | None = None
+    labels: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @cached_property
     def ids(self) -> np.ndarray:

@@ -23,6 +23,7 @@ import os
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -38,6 +39,9 @@ Answer to be judged:
 Does the last answer agree with the reference? Say Yes or No, nothing else."""
 LONGEST = 8000  # characters of the answer, from its end
 AT_ONCE = 16
+MOST_BYTES = 64 << 20  # of a request
+MOST_REPLY_BYTES = 1 << 20  # of the judge
+IDLE_SECONDS = 30.0  # in which a client has to go on sending
 
 
 class Judge:
@@ -50,6 +54,11 @@ class Judge:
 
     def verdict(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``score`` and what the judge said, or ``error``."""
+        if not isinstance(item, Mapping):
+            return {"error": f"an item is an object, not {type(item).__name__}"}
+        missing = [name for name in ("problem", "answer", "response") if name not in item]
+        if missing:
+            return {"error": f"the item has no {', '.join(missing)}"}
         asked = QUESTION.format(
             problem=item["problem"],
             answer=item["answer"],
@@ -64,14 +73,11 @@ class Judge:
             "top_logprobs": 20,
         }
         try:
-            choice = self._post(body)["choices"][0]
-            text = choice["message"]["content"] or ""
-            said = (choice.get("logprobs") or {}).get("content") or []
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            text, score = read_reply(self._post(body))
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-        score = share_of_yes(said[0]["top_logprobs"]) if said else None
-        if score is None:
-            score = {"yes": 1.0, "no": 0.0}.get(text.strip(" .").lower())
+        except (AttributeError, OverflowError, RecursionError) as error:
+            return {"error": f"the judge's reply cannot be read ({type(error).__name__})"}
         if score is None:
             return {"error": f"the judge says neither Yes nor No but {text[:60]!r}"}
         return {"score": score, "judge": text.strip()}
@@ -84,8 +90,22 @@ class Judge:
             headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
         )
         with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-            found: dict[str, Any] = json.loads(reply.read())
+            content = reply.read(MOST_REPLY_BYTES + 1)
+        if len(content) > MOST_REPLY_BYTES:
+            raise ValueError(f"the judge's reply has more than {MOST_REPLY_BYTES >> 20} MB")
+        found: dict[str, Any] = json.loads(content)
         return found
+
+
+def read_reply(reply: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Return what the judge said and the score of it, None if it is neither Yes nor No."""
+    choice = reply["choices"][0]
+    text = choice["message"]["content"] or ""
+    said = (choice.get("logprobs") or {}).get("content") or []
+    score = share_of_yes(said[0]["top_logprobs"]) if said else None
+    if score is None:
+        score = {"yes": 1.0, "no": 0.0}.get(text.strip(" .").lower())
+    return text, score
 
 
 def share_of_yes(top: list[dict[str, Any]]) -> float | None:
@@ -96,7 +116,10 @@ def share_of_yes(top: list[dict[str, Any]]) -> float | None:
     for entry in top:
         word = entry["token"].strip().lower()
         if word in mass:
-            mass[word] += math.exp(entry["logprob"])
+            logprob = float(entry["logprob"])
+            if not logprob <= 1e-3:
+                raise ValueError(f"the judge's log-prob of {word} is {logprob}")
+            mass[word] += math.exp(logprob)
     total = sum(mass.values())
     return mass["yes"] / total if total > 0 else None
 
@@ -105,12 +128,32 @@ def handler_of(judge: Judge, pool: ThreadPoolExecutor) -> type[BaseHTTPRequestHa
     """Return the handler of the reward server's protocol (docs/bring_your_own.md)."""
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
         def do_POST(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            items = json.loads(self.rfile.read(length))["items"]
-            results = list(pool.map(judge.verdict, items))
-            body = json.dumps({"results": results}).encode()
-            self.send_response(200)
+            """Answer a request of ``judging.verifier``: a result for each item."""
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                self.answer(411, {"error": "Content-Length is missing"})
+                return
+            if int(length) > MOST_BYTES:
+                self.answer(413, {"error": f"more than {MOST_BYTES >> 20} MB"})
+                return
+            try:
+                items = json.loads(self.rfile.read(int(length)))["items"]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                items = None
+            if not isinstance(items, list):
+                self.answer(400, {"error": "the body is a JSON object with a list of items"})
+                return
+            self.answer(200, {"results": list(pool.map(judge.verdict, items))})
+
+        def answer(self, status: int, reply: Mapping[str, Any]) -> None:
+            """Send a reply; what was not read of a refused request ends the connection."""
+            body = json.dumps(reply).encode()
+            self.close_connection = status != 200
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -28,7 +28,7 @@ for policy in "$@"; do
     case $policy in
     qwen3) build "$policy" ;;
     llama.[1-9]) build "$policy" --family llama ;;
-    large.[1-9]) build "$policy" --layers 3 ;;
+    large.[1-9] | large.1[0-9]) build "$policy" --layers 3 ;;
     graphs.[1-9]) build "$policy" ;;
     *) echo "unknown policy $policy; known: qwen3, and pretrainings: large.1, llama.1, graphs.1" >&2 && exit 2 ;;
     esac

@@ -7,8 +7,9 @@ GRPO, DCPO (the paper's settings) and DCPO-proper start from the same policy and
 ``objective`` only. Base and the three results are evaluated on the same held-out problems. Three
 rows need no training: GRPO, recalibrated, is GRPO's policy whose confidence is a logistic
 regression on its log-probs, fitted on responses to training problems, and once more with the type
-of the problem, which is the bar for a stated confidence; the lookup says of every problem how often
-GRPO is right on others of its kind. What is left in --out: ``examples/comparison.py``.
+of the problem, which is the bar for a stated confidence; the lookup of a policy says of every
+problem how often the policy is right on others of its type. What is left in --out:
+``examples/comparison.py``.
 """
 
 from __future__ import annotations

@@ -27,15 +27,33 @@ def score(response, answer, problem, columns):
     return {"score": float(bool(numbers) and numbers[-1] == str(answer)), "numbers": len(numbers)}
 
 
+def result_of(item):
+    """The result of an item; an error of one item is none of the others."""
+    try:
+        return score(**item)
+    except Exception as error:  # of your rule
+        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
 class Handler(BaseHTTPRequestHandler):
+    timeout = 30  # seconds in which a client has to go on sending
+
     def do_POST(self):
-        length = int(self.headers.get("Content-Length", 0))
-        if KEY and not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {KEY}"):
+        given = self.headers.get("Authorization", "").encode(errors="replace")
+        if KEY and not hmac.compare_digest(given, f"Bearer {KEY}".encode()):
             return self.send_error(401)
-        if length > MAX_BYTES:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            return self.send_error(411)
+        if int(length) > MAX_BYTES:
             return self.send_error(413)
-        items = json.loads(self.rfile.read(length))["items"]
-        body = json.dumps({"results": [score(**item) for item in items]}).encode()
+        try:
+            results = [
+                result_of(item) for item in json.loads(self.rfile.read(int(length)))["items"]
+            ]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return self.send_error(400)
+        body = json.dumps({"results": results}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

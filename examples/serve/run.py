@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             wait_for(endpoint, upstream)
             print(f"open http://127.0.0.1:{args.port} and ask 58*2=", flush=True)
-            proxy = [*DCPO, "serve", *given, "--port", str(args.port)]
+            proxy = [*DCPO, "serve", *given, "--port", str(args.port), "--example", "58*2="]
             with suppress(KeyboardInterrupt):
                 return subprocess.run(proxy, check=False).returncode
             return 0

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import queue
 import sys
 import threading
@@ -41,8 +42,16 @@ _QUIET_SECONDS = 0.02  # without a further request before those that are there a
 _MOST_LOGPROBS = 20
 
 
+_MOST_CHOICES = 128
+_MOST_BYTES = 4 << 20  # of a request
+
+
 class RefusedError(ValueError):
-    """A request that this server does not take."""
+    """A request that this server does not take; ``param`` is what is wrong in it."""
+
+    def __init__(self, words: str, param: str | None = None) -> None:
+        super().__init__(words)
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -122,11 +131,10 @@ class Server:
         """Answer a request for completions."""
         is_chat = request.url.path.endswith("/chat/completions")
         try:
-            body = json.loads(await request.body())
+            body = await _body_of(request)
             choices = await self._choices(body, is_chat)
-        except (RefusedError, UserError, ValueError, LookupError, TypeError) as error:
-            words = {"message": str(error), "type": "invalid_request_error"}
-            return JSONResponse({"error": words}, status_code=400)
+        except (UserError, ValueError, LookupError, TypeError) as error:
+            return _refusal(error)
         number = next(self.numbers)
         reply: dict[str, Any] = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{number}",
@@ -144,27 +152,30 @@ class Server:
         return StreamingResponse(iter(events), media_type="text/event-stream")
 
     async def _choices(self, body: dict[str, Any], is_chat: bool) -> list[Any]:
+        self._check_model(body)
         ids = self._token_ids(body, is_chat)
         room = self.longest - len(ids)
         if room < 1:
             raise RefusedError(
-                f"the prompt has {len(ids)} tokens; the maximum context length is {self.longest}"
+                f"the prompt has {len(ids)} tokens; the maximum context length is {self.longest}",
+                "messages" if is_chat else "prompt",
             )
+        longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         sampling = SamplingConfig(
-            temperature=float(body.get("temperature", 1.0)),
-            top_p=float(body.get("top_p", 1.0)),
-            top_k=max(0, int(body.get("top_k", 0))),
-            max_tokens=min(int(body.get("max_tokens") or room), room),
+            temperature=_number(body, "temperature", 1.0, least=0, most=100),
+            top_p=_number(body, "top_p", 1.0, least=1e-6, most=1),
+            top_k=max(0, _whole(body, "top_k", 0, least=-1)),
+            max_tokens=min(_whole(body, longest, room, least=1), room),
             raw_logprobs=True,
             top_logprobs=self._tops(body, is_chat),
         )
         prompt = Prompt(str(ids), (), tuple(ids), "", "")
-        seed = body.get("seed")
+        seed = _whole(body, "seed", -1, least=-1)
         waited = []
-        for index in range(int(body.get("n") or 1)):
+        for index in range(_whole(body, "n", 1, least=1, most=_MOST_CHOICES)):
             job = Job(
                 prompt=prompt,
-                seed=next(self.numbers) if seed is None else int(seed) + index,
+                seed=next(self.numbers) if seed < 0 else seed + index,
                 sampling=sampling,
                 answer=Future(),
             )
@@ -176,21 +187,35 @@ class Server:
             for index, one in enumerate(sampled)
         ]
 
+    def _check_model(self, body: dict[str, Any]) -> None:
+        model = body.get("model", self.name)
+        if model != self.name:
+            raise RefusedError(f"the model is {self.name}, not {model!r:.80}", "model")
+
     def _token_ids(self, body: dict[str, Any], is_chat: bool) -> list[int]:
+        name = "messages" if is_chat else "prompt"
+        prompt = body.get(name)
+        if not prompt:
+            raise RefusedError(f"{name} is missing or empty", name)
         if is_chat:
-            return encode_chat(self.tokenizer, tuple(body["messages"]))
-        prompt = body["prompt"]
+            if self.tokenizer.chat_template is None:
+                raise RefusedError("the model has no chat template; ask /v1/completions", name)
+            return encode_chat(self.tokenizer, tuple(prompt))
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt))
-        if not all(isinstance(one, int) for one in prompt):
-            raise RefusedError("a prompt is one text, or the ids of its tokens")
+        if not isinstance(prompt, list) or not all(type(one) is int for one in prompt):
+            raise RefusedError("a prompt is one text, or the ids of its tokens", name)
+        vocabulary = len(self.tokens.table)
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise RefusedError(f"the ids of tokens are below {vocabulary}", name)
         return list(prompt)
 
     def _tops(self, body: dict[str, Any], is_chat: bool) -> int:
-        tops = body.get("top_logprobs" if is_chat else "logprobs") or 0
-        if not 0 <= int(tops) <= _MOST_LOGPROBS:
-            raise RefusedError(f"at most {_MOST_LOGPROBS} log-probs of a token")
-        return int(tops)
+        if is_chat:
+            return _whole(body, "top_logprobs", 0, least=0, most=_MOST_LOGPROBS)
+        if isinstance(body.get("logprobs"), bool):
+            raise RefusedError("logprobs is a number for completions", "logprobs")
+        return _whole(body, "logprobs", 0, least=0, most=_MOST_LOGPROBS)
 
     def _choice(
         self, index: int, sampled: Sampled, body: dict[str, Any], is_chat: bool
@@ -231,6 +256,54 @@ class Server:
                 {"token": word, "bytes": list(piece), "logprob": value, "top_logprobs": others}
             )
         return {"content": content}
+
+
+async def _body_of(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request."""
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > _MOST_BYTES:
+            raise RefusedError(f"the body has more than {_MOST_BYTES >> 20} MB")
+    body = json.loads(bytes(content))
+    if not isinstance(body, dict):
+        raise RefusedError("the body is a JSON object")
+    return body
+
+
+def _refusal(error: Exception) -> Response:
+    """Return an error in the form of OpenAI's."""
+    words = {
+        "message": str(error) or type(error).__name__,
+        "type": "invalid_request_error",
+        "param": getattr(error, "param", None),
+        "code": None,
+    }
+    return JSONResponse({"error": words}, status_code=400)
+
+
+def _number(
+    body: dict[str, Any], name: str, default: float, least: float, most: float = math.inf
+) -> float:
+    """Return a number of a request, ``default`` if it is not there or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        bounds = f"from {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise RefusedError(f"{name} is a number {bounds}, not {value!r:.40}", name)
+    return float(value)
+
+
+def _whole(
+    body: dict[str, Any], name: str, default: int, least: int, most: float = math.inf
+) -> int:
+    """Return a whole number of a request, ``default`` if it is not there or null."""
+    value = _number(body, name, default, least, most)
+    if value != int(value):
+        raise RefusedError(f"{name} is a whole number, not {value:g}", name)
+    return int(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

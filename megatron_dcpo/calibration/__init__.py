@@ -4,6 +4,12 @@ torch.
 """
 
 from megatron_dcpo.calibration.binned import BinnedError, binned_error, null_ece
+from megatron_dcpo.calibration.kinds import (
+    WithinKinds,
+    auroc_within,
+    auroc_within_ci,
+    fitted_lookup,
+)
 from megatron_dcpo.calibration.metrics import (
     BrierParts,
     accuracy,
@@ -36,6 +42,7 @@ __all__ = [
     "BinnedError",
     "Bootstrap",
     "BrierParts",
+    "WithinKinds",
     "abstention_rates",
     "accuracy",
     "accuracy_at_coverage",
@@ -43,6 +50,8 @@ __all__ = [
     "auprc",
     "aurc",
     "auroc",
+    "auroc_within",
+    "auroc_within_ci",
     "bin_rows",
     "binned_error",
     "bootstrap_ci",
@@ -52,6 +61,7 @@ __all__ = [
     "ece_adaptive",
     "ece_debiased",
     "ece_equal_mass",
+    "fitted_lookup",
     "json_ready",
     "mce",
     "nll",

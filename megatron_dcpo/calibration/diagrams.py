@@ -336,6 +336,7 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
                 steps,
                 _running_mean(values),
                 linestyle=style,
+                marker="o" if len(steps) == 1 else "",  # a line of one point is invisible
                 color=color,
                 linewidth=1.7,
                 label=label,
@@ -345,8 +346,21 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
     axes.set_xlabel("Step")
     if curve.percent:
         axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+        _keep_within_0_and_1(axes)
     if curve.log and _all_positive(axes):
         axes.set_yscale("log")
+
+
+def _keep_within_0_and_1(axes: Axes) -> None:
+    """Cut what matplotlib adds beyond 0 % and 100 %, unless there are such values; a constant gets
+    an axis of its own width.
+    """
+    low, high = axes.dataLim.intervaly
+    if not 0 <= low <= high <= 1:
+        return
+    margin = max(0.05 * (high - low), 0.01)
+    # a line on the axis itself is half hidden
+    axes.set_ylim(max(low - margin, -0.004), min(high + margin, 1.004))
 
 
 # ------------------------------------------------------------------------------------------- output

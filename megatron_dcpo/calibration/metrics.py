@@ -34,7 +34,7 @@ resample problems with all their repeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -233,14 +233,34 @@ def auroc(confidences: Confidences, correct: Correct) -> float:
     rows are left out. One class only: NaN (scikit-learn raises or warns there).
     """
     s, y = ranked_rows(confidences, correct)
-    positives = float((y == 1).sum())
-    negatives = float((y == 0).sum())
-    if positives == 0 or negatives == 0:
+    one_kind = np.zeros(len(s), dtype=np.int64)
+    won, pairs = pairs_won(s, y, codes=one_kind, count=1)
+    if pairs[0] == 0:
         return float("nan")
-    _, inverse, count = np.unique(s, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(count) - (count - 1) / 2.0
-    rank_sum = float(mean_rank[inverse][y == 1].sum())
-    return (rank_sum - positives * (positives + 1.0) / 2.0) / (positives * negatives)
+    return float(won[0] / pairs[0])
+
+
+def pairs_won(
+    scores: np.ndarray, correct: np.ndarray, codes: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each of ``count`` kinds the number of pairs of a correct and a wrong row in which
+    the correct one has the higher score, a tie counting one half, and the number of all its pairs,
+    both float64 [count]. ``codes`` [N] are the numbers of the rows' kinds; no score may be NaN.
+    """
+    order = np.lexsort((scores, codes))
+    s = scores[order]
+    k = codes[order]
+    y = correct[order]
+    is_new = np.ones(len(s), dtype=bool)  # a row that does not tie with the one before it
+    is_new[1:] = (s[1:] != s[:-1]) | (k[1:] != k[:-1])
+    tied = np.bincount(np.cumsum(is_new) - 1)
+    mean_rank = np.repeat(np.cumsum(tied) - (tied - 1) / 2.0, tied)
+    rows = np.bincount(k, minlength=count)
+    rank = mean_rank - (np.cumsum(rows) - rows)[k]  # among the rows of its kind, from 1
+    positives = np.bincount(k, weights=y, minlength=count)
+    rank_sum = np.bincount(k, weights=rank * y, minlength=count)
+    won = rank_sum - positives * (positives + 1.0) / 2.0
+    return won, positives * (rows - positives)
 
 
 def auprc(confidences: Confidences, correct: Correct) -> float:
@@ -334,17 +354,33 @@ def bootstrap_ci(
     _same_length(c, y)
     if len(y) == 0 or np.isnan(metric(c, y)):
         return float("nan"), float("nan")
-    clusters = _clusters(problem_ids, len(y))
+    values = np.array(
+        [metric(c[rows], y[rows]) for rows in resampled_rows(problem_ids, len(y), resamples, seed)]
+    )
+    return percentiles(values, level)
+
+
+def resampled_rows(
+    problem_ids: Sequence[Any] | np.ndarray | None, n: int, resamples: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Yield the row numbers of each resample of whole problems; without ``problem_ids`` each of the
+    ``n`` rows is a problem.
+    """
+    clusters = _clusters(problem_ids, n)
     generator = np.random.default_rng(seed)
-    values = np.empty(resamples)
-    for i in range(resamples):
+    for _ in range(resamples):
         drawn = generator.integers(len(clusters), size=len(clusters))
-        rows = np.concatenate([clusters[j] for j in drawn])
-        values[i] = metric(c[rows], y[rows])
-    values = values[~np.isnan(values)]
-    if len(values) == 0:
+        yield np.concatenate([clusters[j] for j in drawn])
+
+
+def percentiles(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Return the ends of the interval that holds the share ``level`` of the values in its middle;
+    NaN values are left out.
+    """
+    defined = values[~np.isnan(values)]
+    if len(defined) == 0:
         return float("nan"), float("nan")
-    low, high = np.quantile(values, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+    low, high = np.quantile(defined, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
     return float(low), float(high)
 
 

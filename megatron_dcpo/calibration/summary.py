@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.binned import binned_error, null_ece
+from megatron_dcpo.calibration.kinds import Kinds, WithinKinds, auroc_within, auroc_within_ci
 from megatron_dcpo.calibration.metrics import (
     DEFAULT_BINS,
     Confidences,
@@ -25,7 +26,9 @@ from megatron_dcpo.calibration.selective import selective_summary
 from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import MALFORMED
 
-INTERVALS = ("accuracy", "ece", "pce", "brier", "auroc")
+# the metrics of a confidence that have an interval
+OF_CONFIDENCE = ("ece", "pce", "brier", "auroc", "auroc_within")
+INTERVALS = ("accuracy", *OF_CONFIDENCE)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def summarize(
     bins: int = DEFAULT_BINS,
     bootstrap: Bootstrap = NO_BOOTSTRAP,
     ranking_only: bool = False,
+    kinds: Kinds | None = None,
 ) -> dict[str, Any]:
     """Return all metrics of N judged samples. ``None``, NaN and out-of-range confidences are
     unparsed. Undefined values are NaN; see :func:`json_ready` for writing them.
@@ -61,17 +65,20 @@ def summarize(
     high]}, ``ece_corrected``, the ECE at the center of its interval, and ``ece_null95``, below
     which 95 % of calibrated models stay.
 
+    ``kinds`` [N] are the kinds of problem that ``auroc_within`` is measured within; ``kinds_used``
+    of them have a right and a wrong answer, ``kinds_left_out`` do not. Without kinds it is NaN.
+
     With ``ranking_only`` the confidences are scores of any size (a mean log-prob): AUROC, AUPRC and
     AURC are over all of them, and everything else treats scores outside [0, 1] as unparsed.
     """
     c = metrics.as_confidences(confidences)
     y = metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
-    ranked = valid
-    ranked_correct = valid_correct
-    if ranking_only:
-        ranked = c
-        ranked_correct = y
+    scores = c if ranking_only else np.where(metrics.is_valid(c), c, math.nan)
+    ranked, ranked_correct = metrics.ranked_rows(scores, y)
+    within = WithinKinds(value=math.nan, used=0, left_out=0)
+    if kinds is not None:
+        within = auroc_within(scores, y, kinds)
     mean_confidence = math.nan
     std_confidence = math.nan
     if len(valid):
@@ -97,6 +104,9 @@ def summarize(
         "brier_uncertainty": parts.uncertainty,
         "nll": metrics.nll(c, y),
         "auroc": metrics.auroc(ranked, ranked_correct),
+        "auroc_within": within.value,
+        "kinds_used": within.used,
+        "kinds_left_out": within.left_out,
         "auprc": metrics.auprc(ranked, ranked_correct),
         **selective_summary(ranked, ranked_correct),
         "mean_confidence": mean_confidence,
@@ -122,7 +132,7 @@ def summarize(
         summary["ece_null95"] = null_ece(
             confidences=c, bins=bins, resamples=min(bootstrap.resamples, 200), seed=bootstrap.seed
         )
-        summary["ci95"] = intervals(c, y, bootstrap, bins)
+        summary["ci95"] = intervals(c, y, bootstrap, bins, kinds)
     return summary
 
 
@@ -141,10 +151,15 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
 
 
 def intervals(
-    confidences: np.ndarray, correct: np.ndarray, bootstrap: Bootstrap, bins: int = DEFAULT_BINS
+    confidences: np.ndarray,
+    correct: np.ndarray,
+    bootstrap: Bootstrap,
+    bins: int = DEFAULT_BINS,
+    kinds: Kinds | None = None,
 ) -> dict[str, list[float]]:
     """Return 95 % intervals [low, high] of ``INTERVALS``: from ``binned_error`` for the binned
-    errors, bootstrap percentiles for the others, Wilson's for an accuracy of 0 or 1.
+    errors, bootstrap percentiles for the others, Wilson's for an accuracy of 0 or 1. Without
+    ``kinds`` there is none of ``auroc_within``.
     """
 
     def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
@@ -171,6 +186,16 @@ def intervals(
         if bootstrap.problem_ids is not None:
             problems = len(set(bootstrap.problem_ids))
         by_name["accuracy"] = metrics.wilson_of_equal(float(correct[0]), problems)
+    if kinds is not None:
+        low, high = auroc_within_ci(
+            confidences=np.where(metrics.is_valid(confidences), confidences, math.nan),
+            correct=correct,
+            kinds=kinds,
+            problem_ids=bootstrap.problem_ids,
+            resamples=bootstrap.resamples,
+            seed=bootstrap.seed,
+        )
+        by_name["auroc_within"] = [low, high]
     for name in ("ece", "pce"):
         error = binned_error(
             confidences=confidences,
@@ -182,7 +207,7 @@ def intervals(
             over_only=name == "pce",
         )
         by_name[name] = [error.low, error.high]
-    return {name: by_name[name] for name in INTERVALS}
+    return {name: by_name[name] for name in INTERVALS if name in by_name}
 
 
 def json_ready(value: Any) -> Any:  # noqa: ANN401 - JSON of any shape

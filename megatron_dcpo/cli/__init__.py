@@ -121,6 +121,12 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     called = next((word for word in words if not word.startswith("-")), None)
+    if called is not None and called not in VERBS:
+        known = ", ".join(VERBS)
+        parser.exit(
+            EXIT_USER_ERROR,
+            f"dcpo: error: unknown verb {called!r}{did_you_mean(called, VERBS)}; known: {known}\n",
+        )
     for verb, text in VERBS.items():
         if verb == called:
             importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
@@ -270,6 +276,8 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 def check_config_exists(path: str) -> None:
     """Raise :class:`UserError` if there is no such file."""
+    if Path(path).is_dir():
+        raise UserError(f"--config {path} is a directory; name the YAML file in it")
     if not Path(path).is_file():
         raise UserError(f"config file {path} does not exist{places(path)}")
 
@@ -281,6 +289,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+    )
+
+
+def add_kinds_argument(parser: argparse._ActionsContainer) -> None:
+    """Add the option that names the kinds of problem."""
+    parser.add_argument(
+        "--kinds",
+        metavar="COLUMN",
+        help="kinds of problem that AUROC is also measured within, and that the lookup goes by: "
+        "benchmark, digits (of the answer), or a column of the data, as subject or level (default: "
+        "the data's kind, if it names one)",
     )
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.cli import VERBS, positive_int
+from megatron_dcpo.cli import VERBS, add_kinds_argument, positive_int
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,17 +48,18 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--features",
-        choices=("response", "reasoning", "task"),
+        choices=("response", "reasoning", "task", "states", "stack"),
         help="inputs of logistic: log-probs, length and the stated confidence (response, default); "
         "without what is stated (reasoning); the same with the task, which a stated confidence has "
-        "to beat (task)",
+        "to beat (task); the model's state before the number, a linear probe (states); task and "
+        "probe (stack). The last two need dcpo evaluate --keep states",
     )
     parser.add_argument(
         "--task-column",
         metavar="NAME",
-        help="features task: where the task stands: kind (default), task (the benchmark), or a "
-        "column that the samples keep in row",
+        help="features task and stack: where the task stands: what --kinds may name (default kind)",
     )
+    add_kinds_argument(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -89,9 +89,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     of_adapter.add_argument(
         "--teacher",
-        choices=("correct", "logistic"),
+        choices=("correct", "reasoning", "task", "states", "stack"),
         help="what the confidence learns: whether the answer is right (correct, default), or what "
-        "a logistic regression fitted on other problems says (logistic)",
+        "a logistic regression with these --features says that was fitted on other problems",
     )
     of_adapter.add_argument(
         "--decimals",
@@ -101,9 +101,21 @@ def add_parser(subparsers: Subparsers) -> None:
         "answer instead of eleven where every digit is a token",
     )
     of_adapter.add_argument(
+        "--target",
+        choices=("brier", "text"),
+        help="what is trained: the expected Brier score over all numbers (brier, default), or the "
+        "number nearest to what is learned, as text, which takes one sequence an answer (text)",
+    )
+    of_adapter.add_argument(
         "--apply",
         metavar="RUN",
         help="fit nothing: write --samples with the confidence of the adapter in RUN to --out",
+    )
+    of_adapter.add_argument(
+        "--read",
+        choices=("mean", "greedy"),
+        help="with --apply: the mean of the numbers by their probabilities (default), or the most "
+        "probable number",
     )
     of_adapter.add_argument(
         "overrides",
@@ -116,30 +128,27 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-# sources that are no kind of confidence
-_INPUTS = ("mean", "full", "response", "reasoning", "task")
-
-
 def _source(args: argparse.Namespace) -> str | None:
     """Return what the predictor reads, by ``--source``, or ``--features`` and ``--task-column``.
     Raises :class:`UserError` for options that do not go together.
     """
-    if args.task_column and args.features != "task":
-        raise UserError("--task-column goes with --features task")
+    reads_task = args.features in ("task", "stack")
+    if args.task_column and not reads_task:
+        raise UserError("--task-column goes with --features task and stack")
     if args.features and args.method != "logistic":
         raise UserError(
             f"--features goes with --kind logistic; --kind {args.method} reads --source"
         )
     if args.features and args.source and args.source != args.features:
         raise UserError(f"--features {args.features} and --source {args.source} differ")
-    if args.features == "task" and args.task_column:
-        return f"task:{args.task_column}"
+    if reads_task and args.task_column:
+        return f"{args.features}:{args.task_column}"
     return str(args.features) if args.features else args.source
 
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher", "decimals"):
+    for name in ("model", "teacher", "decimals", "target", "read"):
         if getattr(args, name):
             raise UserError(f"--{name} goes with --kind adapter")
     if args.overrides:
@@ -169,35 +178,16 @@ def run(args: argparse.Namespace) -> int:
         return calibrate_adapter.run(args)
     _refuse_options_of_adapter(args)
     from megatron_dcpo.cli.report import show_scores
-    from megatron_dcpo.evaluation import posthoc
-    from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
-    from megatron_dcpo.evaluation.foreign import read_any
-    from megatron_dcpo.evaluation.scoring import RANKING_ONLY, parse_kinds
+    from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
 
-    source = _source(args)
-    if source and source.partition(":")[0] not in _INPUTS:
-        parse_kinds(source)
-    samples = []
-    for path in args.samples:
-        samples += read_any(path)
-    predictor, held_out = posthoc.fit(
-        args.method, samples, source, held_out=args.held_out, seed=args.seed, epochs=args.epochs
+    options = PosthocFit(
+        method=args.method,
+        source=_source(args),
+        held_out=args.held_out,
+        seed=args.seed,
+        epochs=args.epochs,
+        kinds_by=args.kinds or args.task_column or "",
     )
-    fitted_on = fitted_on_of(args.samples, samples)
-    if fitted_on is None:
-        logger.warning(
-            "there is no settings.json next to the samples, so the predictor does not say what it "
-            "was fitted on, and dcpo serve takes it only with --accept-mismatch"
-        )
-    confidences = predictor.predict(held_out or samples)
-    record = record_of(fitted_on, held_out, confidences)
-    record = replace(record, finish_reasons=finish_reasons_of(samples))
-    replace(predictor, record=record).save(args.out)
-    rows = {}
-    if held_out:
-        before = predictor.source
-        if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
-            before = "token"
-        rows = {before: posthoc.scores(held_out, before), args.method: posthoc.scores(held_out)}
-    show_scores("predictor", args.out, rows, as_json=args.json)
+    scores = fit_on_files(args.samples, args.out, options)
+    show_scores("predictor", args.out, scores.rows, scores.kinds, as_json=args.json)
     return 0

@@ -26,15 +26,22 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# what is read of the distribution over the numbers
+_READ_AS = {"mean": "the mean of the numbers", "greedy": "the most probable number"}
+
+
 def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.evaluation.posthoc import reads_states
     from megatron_dcpo.evaluation.samples import read_samples
+    from megatron_dcpo.evaluation.states import with_states
     from megatron_dcpo.runtime import distributed, signals
 
     _check_options(args)
     settings = _settings_of(args.samples)
     samples = []
     for path in args.samples:
-        samples += read_samples(path)
+        read = read_samples(path)
+        samples += with_states(read, path) if reads_states(args.teacher or "") else read
     signals.install_handlers()
     try:
         if args.apply:
@@ -50,40 +57,56 @@ def _check_options(args: argparse.Namespace) -> None:
             option = name.replace("_", "-")
             raise UserError(f"--{option} does not go with --kind adapter; remove it")
     if args.apply:
-        for name in ("teacher", "decimals"):
+        for name in ("teacher", "decimals", "target", "kinds"):
             if getattr(args, name):
                 raise UserError(f"--{name} does not go with --apply, which fits nothing")
         return
+    if args.read:
+        raise UserError("--read goes with --apply; a fit shows the scores of every reading")
     if not args.model:
         raise UserError("--kind adapter needs --model DIR: the model that the adapter is added to")
 
 
 def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.cli.report import show_scores
-    from megatron_dcpo.evaluation import posthoc
-    from megatron_dcpo.training.confidence_adapter import FitOptions, fit
+    from megatron_dcpo.evaluation.scoring import checked_kinds, confidences_of, scores_of_arms
+    from megatron_dcpo.training.confidence_adapter import READINGS, FitOptions, fit
 
+    kinds = checked_kinds(samples, args.kinds or "")
     adapter: dict[str, Any] = {"rank": 16}
     config = _configured(args, settings, run_dir=args.out, adapter=adapter)
     read = fit(
         config,
         samples,
         _asking(settings, decimals=args.decimals or 2),
-        FitOptions(teacher=args.teacher or "correct", held_out=args.held_out, seed=args.seed),
+        FitOptions(
+            teacher=args.teacher or "correct",
+            held_out=args.held_out,
+            seed=args.seed,
+            target=args.target or "brier",
+            kinds=args.kinds or "",
+        ),
     )
     rows = {}
     if read:
         stated = [sample for sample, _ in read]
-        rows = {kind: posthoc.scores(stated, kind) for kind in ("verbal", "token")}
-        rows["adapter"] = posthoc.scores(with_readings(read, as_text=False))
-        rows["adapter, as text"] = posthoc.scores(with_readings(read, as_text=True))
-    show_scores("adapter", args.out, rows, as_json=args.json)
+        arms = {kind: confidences_of(stated, kind) for kind in ("verbal", "token")}
+        for by in READINGS:
+            arms[f"adapter, {by}"] = confidences_of(with_readings(read, by), "posthoc")
+        rows = scores_of_arms(stated, arms, args.kinds or "")
+    show_scores("adapter", args.out, rows, kinds, as_json=args.json)
     return 0
 
 
 def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.evaluation.samples import write_samples
-    from megatron_dcpo.training.confidence_adapter import adapter_of, described, read_out
+    from megatron_dcpo.training.confidence_adapter import (
+        FittedAnswers,
+        adapter_of,
+        described,
+        read_out,
+        warn_of_fit,
+    )
 
     directory = Path(args.apply)
     fitted = described(directory)
@@ -95,28 +118,31 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
                 f"{directory} was fitted on answers asked with {name}={fitted[name]}, these were "
                 f"with {now}; fit an adapter on such answers"
             )
+    warn_of_fit(FittedAnswers.described(fitted), samples)
     adapter = {"path": adapter_of(directory)}
     config = _configured(args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter)
     asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
     readings = read_out(config, samples, asking)
     read = list(zip(samples, readings, strict=True))
-    write_samples(with_readings(read, as_text=False), Path(args.out))
+    by = args.read or "mean"
+    write_samples(with_readings(read, by), Path(args.out))
     if not args.json:
         known = sum(reading is not None for reading in readings)
-        print(f"{known} of {len(samples)} responses have a confidence; wrote {args.out}")
+        print(
+            f"{known} of {len(samples)} responses have a confidence, {_READ_AS[by]}; "
+            f"wrote {args.out}"
+        )
     else:
-        print(json.dumps({"samples": args.out, "n": len(samples)}))
+        print(json.dumps({"samples": args.out, "n": len(samples), "read": by}))
     return 0
 
 
-def with_readings(read: Sequence[tuple[Sample, Reading | None]], as_text: bool) -> list[Sample]:
-    """Return the samples with ``posthoc_confidence``: the expected one, or the one stated."""
+def with_readings(read: Sequence[tuple[Sample, Reading | None]], by: str) -> list[Sample]:
+    """Return the samples with ``posthoc_confidence``, read as ``by`` says (``READINGS``)."""
     found = []
     for sample, reading in read:
-        confidence = None
-        if reading is not None:
-            confidence = reading.text if as_text else reading.expected
-        found.append(sample.measured(posthoc_confidence=confidence))
+        confidence = None if reading is None else reading.by(by)
+        found.append(sample.measured(posthoc_confidence=confidence, posthoc_by=f"adapter, {by}"))
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int
+from megatron_dcpo.cli import VERBS, add_judging_arguments, add_kinds_argument, positive_int
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
@@ -55,7 +55,9 @@ SHORTHANDS: Mapping[str, str] = {
     "repeats": "evaluation.samples",
     "confidence": "evaluation.confidence",
     "features": "evaluation.features",
+    "keep": "evaluation.keep",
     "calibrator": "evaluation.calibrator",
+    "kinds": "evaluation.kinds",
     "limit": "evaluation.limit",
     "data_dir": "evaluation.data_dir",
     "corrections": "evaluation.corrections",
@@ -158,11 +160,18 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep the features that dcpo calibrate --kind confclass reads",
     )
     parser.add_argument(
+        "--keep",
+        choices=["states"],
+        help="with --model: keep the model's state before the number of each confidence, which "
+        "dcpo calibrate --features states and stack read",
+    )
+    parser.add_argument(
         "--calibrator",
         "--posthoc",
         metavar="FILE",
         help="also score the post-hoc confidence that dcpo calibrate has fitted",
     )
+    add_kinds_argument(parser)
     parser.add_argument(
         "--marker",
         type=_marker,
@@ -218,7 +227,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
-    sampling.add_argument("--temperature", type=float, help="default 0.7")
+    sampling.add_argument(
+        "--temperature", type=float, help="default 0.7; 0: greedy, with --repeats 1"
+    )
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument(
@@ -364,23 +375,25 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
     """Print the table of results for people."""
     from megatron_dcpo.cli.report import print_table
     from megatron_dcpo.evaluation.evaluate import scored_kinds
-    from megatron_dcpo.evaluation.scoring import headline
+    from megatron_dcpo.evaluation.kinds import no_kinds_line
+    from megatron_dcpo.evaluation.scoring import LOOKUP, headline
 
-    rows = {}
-    for name, scores in evaluation["benchmarks"].items():
-        for kind in scored_kinds(scores):
-            rows[f"{name} {kind}"] = headline(evaluation, kind, name)
-    if len(evaluation["benchmarks"]) > 1:
-        for kind in scored_kinds(evaluation["overall"]):
-            rows[f"overall {kind}"] = headline(evaluation, kind)
-    print_table(rows, "benchmark")
     scored = dict(evaluation["benchmarks"])
     if len(scored) > 1:
         scored["overall"] = evaluation["overall"]
+    rows = {}
+    for name, scores in scored.items():
+        benchmark = name if name in evaluation["benchmarks"] else None
+        for kind in (*scored_kinds(scores), LOOKUP):
+            rows[f"{name} {kind}"] = headline(evaluation, kind, benchmark)
+    print_table(rows, "benchmark")
+    if not evaluation["kinds"]["by"]:
+        print(printable(no_kinds_line(evaluation["kinds"]["possible"])))
     _print_passes(scored)
     _print_guesses(scored)
     for name, scores in evaluation["benchmarks"].items():
         _print_refusals(name, scores)
+        _print_reading(name, scores)
         rates = scores.get("abstention")
         if rates:
             shown = []
@@ -463,6 +476,13 @@ def _percent(value: float | None, ends: Sequence[float] | None) -> str:
         low, high = ends
         text += f" ({100 * low:.1f} to {100 * high:.1f})"
     return text
+
+
+def _print_reading(name: str, scores: Mapping[str, Any]) -> None:
+    """Say what a post-hoc confidence was read from."""
+    by = scores.get("posthoc", {}).get("by")
+    if by:
+        print(printable(f"{name} posthoc: {'; '.join(by)}"))
 
 
 def _print_refusals(name: str, scores: Mapping[str, Any]) -> None:

@@ -214,10 +214,10 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
     for where, row in read_json_lines(path):
         try:
             pairs.append((_text(row["prediction"]), _reference(row["reference"], where)))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError):
+            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise UserError(
-                f"{where}: expected an object with prediction and reference "
-                f"({type(error).__name__}: {error})"
+                f"{where}: expected an object with prediction and reference, found {found}"
             ) from None
     return pairs
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli import VERBS, add_kinds_argument
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import printable
 
@@ -51,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="paper|FILE",
         help="published numbers to compare with: paper, or a CSV file",
     )
+    add_kinds_argument(parser)
     parser.add_argument(
         "--json", action="store_true", help="print the comparison as JSON instead of a table"
     )
@@ -72,12 +73,14 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.evaluation import published, report
     from megatron_dcpo.evaluation.equal_data import at_equal_data
     from megatron_dcpo.evaluation.foreign import parse_columns
-    from megatron_dcpo.evaluation.runs import find_runs
+    from megatron_dcpo.evaluation.runs import find_runs, with_kinds
 
     if args.serve:
         return serve(args.runs, args.port)
     columns = parse_columns(args.columns) if args.columns else None
     runs = find_runs(args.runs, columns)
+    if args.kinds:
+        runs = [with_kinds(run, args.kinds) for run in runs]
     against = published.load_published(args.against) if args.against else []
     first = Path(args.runs[0])
     target = args.out or first / "report.html"
@@ -91,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print_table(numbers)
             _print_unevaluated(runs)
+            _print_without_kinds(runs)
             _print_published(compared)
     except report.OTHER_FORM as error:
         raise UserError(
@@ -135,6 +139,16 @@ def _print_unevaluated(runs: Sequence[EvaluatedRun]) -> None:
             print(printable(f"{run.name}: {unevaluated(run.path)}"))
 
 
+def _print_without_kinds(runs: Sequence[EvaluatedRun]) -> None:
+    """Say of each evaluation without kinds of problem which could be named."""
+    from megatron_dcpo.evaluation.kinds import no_kinds_line
+
+    for run in runs:
+        kinds = (run.evaluation or {}).get("kinds")
+        if kinds and not kinds["by"]:
+            print(printable(f"{run.name}: {no_kinds_line(kinds['possible'])}"))
+
+
 def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         values = []
@@ -155,14 +169,15 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     from rich.table import Table
     from rich.text import Text
 
-    from megatron_dcpo.evaluation.report import LABELS, format_value
+    from megatron_dcpo.evaluation.report import format_value
+    from megatron_dcpo.evaluation.scoring import METRICS
 
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
-    for label in LABELS.values():
-        table.add_column(label, justify="right", no_wrap=True)
+    for metric in METRICS.values():
+        table.add_column(metric.label, justify="right", no_wrap=True)
     for name, values in numbers.items():
-        cells = [format_value(key, values.get(key)) for key in LABELS]
+        cells = [format_value(key, values.get(key)) for key in METRICS]
         table.add_row(Text(printable(name)), *cells)
     console = Console()
     if not console.is_terminal:  # a file has no window to fit
@@ -170,18 +185,28 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     console.print(table)
 
 
-def show_scores(what: str, out: str, rows: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
+def show_scores(
+    what: str,
+    out: str,
+    rows: Mapping[str, Mapping[str, Any]],
+    kinds: Mapping[str, Any],
+    as_json: bool,
+) -> None:
     """Print where a fitted confidence is, and its scores on the held-out problems by name, if there
-    are any.
+    are any, with what the ``kinds`` of problem are (:func:`kinds.described`).
     """
     from megatron_dcpo.calibration.summary import json_ready
+    from megatron_dcpo.evaluation.kinds import no_kinds_line
 
     if as_json and rows:
-        print(json.dumps(json_ready({what: out, "held_out": rows}), indent=1))
+        values = {what: out, "kinds": kinds, "held_out": rows}
+        print(json.dumps(json_ready(values), indent=1))
     elif as_json:
         print(json.dumps({what: out}))
     elif rows:
         print_table(rows, "held out")
+        if not kinds["by"]:
+            print(printable(no_kinds_line(kinds["possible"])))
         print(f"wrote {out}")
     else:
         print(f"fitted on all problems; wrote {out}")

@@ -17,7 +17,7 @@ from megatron_dcpo.serving.arguments import add_scoring_arguments
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.serving.limits import ServingLimits
+    from megatron_dcpo.serving.limits import ServeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add_scoring_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
     parser.add_argument("--port", type=int, default=8100, help="default 8100")
+    parser.add_argument(
+        "--example", default="", metavar="TEXT", help="a question that the page at / offers"
+    )
     parser.add_argument(
         "--api-key-env",
         default="OPENAI_API_KEY",
@@ -122,7 +125,9 @@ def run(args: argparse.Namespace) -> int:
     if scorer.calibrator is not None:
         check_models(scorer.calibrator, args.calibrator, names)
     limits = _limits(args)
-    service = build_service(scorer, CollectorRegistry(), names, reader, limits=limits)
+    service = build_service(
+        scorer, CollectorRegistry(), names, reader, limits=limits, example=args.example
+    )
     forward = Forward(args.endpoint, limits, api_key if keys else None)
     app = ConfidenceMiddleware(forward, service)
     guarded = Access(app, is_local=is_loopback(args.host), keys=keys)
@@ -161,10 +166,10 @@ def _check_reach(args: argparse.Namespace, is_local: bool) -> None:
     )
 
 
-def _limits(args: argparse.Namespace) -> ServingLimits:
-    from megatron_dcpo.serving.limits import ServingLimits
+def _limits(args: argparse.Namespace) -> ServeLimits:
+    from megatron_dcpo.serving.limits import ServeLimits
 
-    return ServingLimits(
+    return ServeLimits(
         request_bytes=args.max_request_mb * _MB,
         reply_bytes=args.max_reply_mb * _MB,
         event_bytes=min(args.max_reply_mb, 16) * _MB,

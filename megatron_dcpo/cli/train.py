@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_config_arguments, load_config
+from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -95,13 +97,21 @@ def print_facts(facts: Mapping[str, Any], as_json: bool) -> None:
 
 
 def carry_out(train: Callable[[], None], run_dir: str, as_json: bool) -> None:
-    """Train, print the last step's metrics if they are wanted, and close the process groups."""
+    """Train, print what has come of it, or the last step's metrics as JSON, and close the process
+    groups.
+    """
     from megatron_dcpo.runtime import distributed
+    from megatron_dcpo.training.outcome import outcome
 
     try:
         train()
-        if as_json and distributed.topology().rank == 0:
+        if distributed.topology().rank > 0:
+            return
+        if as_json:
             with open(f"{run_dir}/metrics.jsonl") as file:
                 sys.stdout.write(file.readlines()[-1])
+            return
+        for line in outcome(Path(run_dir)):
+            print(printable(line))
     finally:
         distributed.destroy()

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, get_args
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
-from megatron_dcpo.config.sections import Config, JudgingConfig, RunConfig
+from megatron_dcpo.config.sections import Config, JudgingConfig, RunConfig, SampledProblemsConfig
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
@@ -629,6 +629,18 @@ def weights_have_sixteen_bits_or_more(config: RunConfig) -> Problem:
     return None
 
 
+@rule("run")
+def adapted_layers_are_on_one_stage(config: RunConfig) -> Problem:
+    adapter = config.model.adapter
+    stages = config.parallel.pipeline_model_parallel_size
+    if adapter is None or adapter.layers is None or stages == 1:
+        return None
+    return (
+        f"model.adapter.layers={adapter.layers} with parallel.pipeline_model_parallel_size="
+        f"{stages} would leave stages without anything to train; remove one of them"
+    )
+
+
 @rule("train")
 def an_engine_gets_its_weights_as_they_are(config: Config) -> Problem:
     if config.rollout.vllm.get("quantization"):
@@ -920,11 +932,40 @@ def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> Non
 # ----------------------------------------------------------------------- of dcpo sft, dcpo evaluate
 
 
+@rule("train")
+def a_greedy_validation_has_one_response(config: Config) -> Problem:
+    return _greedy_repeats(config.evaluation)
+
+
+@rule("evaluate")
+def a_greedy_evaluation_has_one_response(config: EvaluateConfig) -> Problem:
+    return _greedy_repeats(config.evaluation)
+
+
+def _greedy_repeats(options: SampledProblemsConfig) -> Problem:
+    if options.temperature == 0 and options.samples > 1:
+        return (
+            f"evaluation.samples={options.samples} with evaluation.temperature=0 would be the same "
+            "greedy response several times; set evaluation.samples=1 (--repeats 1)"
+        )
+    return None
+
+
 @rule("sft")
 def a_held_out_file_has_an_interval(config: Any) -> Problem:  # noqa: ANN401 - SupervisedConfig
     validation = config.evaluation
     if bool(validation.path) != bool(validation.interval):
         return "evaluation.path and evaluation.interval go together; set both or neither"
+    return None
+
+
+@rule("evaluate")
+def states_are_of_a_model(config: EvaluateConfig) -> Problem:
+    if config.evaluation.keep == "states" and not config.model.path:
+        return (
+            "evaluation.keep=states (--keep states) reads a model in this process; name it as "
+            "model.path (--model)"
+        )
     return None
 
 

@@ -47,13 +47,18 @@ class AdapterConfig:
     """Scale of the adapter: it adds (alpha / rank) B A x; 32 if it is not set."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] | None = None
     """Projections of every layer that get factors; all of them if it is not set."""
+    layers: Annotated[str, Field(pattern=r"^last [1-9]\d*$")] | None = None
+    """Layers that get factors: ``last 6`` for the six on top, all if it is not set. Nothing is
+    propagated back through the layers below, which takes less time and memory.
+    """
     path: str = ""
     """Directory of an adapter in PEFT's format to go on from, a run's adapter/ for instance; it
-    brings its own rank, alpha and targets.
+    brings its own rank, alpha, targets and layers.
     """
 
     def __post_init__(self) -> None:
-        is_set = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
+        names = ("rank", "alpha", "targets", "layers")
+        is_set = [name for name in names if getattr(self, name) is not None]
         if self.path and is_set:
             raise ValueError(
                 f"model.adapter.path has its own {is_set[0]}; remove model.adapter.{is_set[0]}"
@@ -344,14 +349,18 @@ class SampledProblemsConfig:
     """Responses to each problem."""
     limit: NonNegative = 0
     """Only the first problems of each benchmark (0: all)."""
-    temperature: Annotated[float, Field(gt=0)] = 0.7
-    """As rollout.temperature, for these problems."""
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    """As rollout.temperature, for these problems; 0 is greedy, the most probable token always."""
     top_p: Share = 0.8
     """As rollout.top_p, for these problems."""
     top_k: NonNegative = 20
     """As rollout.top_k, for these problems."""
     max_tokens: NonNegative = 0
     """Longest response in tokens (0: rollout.max_response_length)."""
+    kinds: str = ""
+    """What the kinds of problem are that AUROC is also measured within: benchmark, digits (of the
+    answer), or a column of the data; empty: the data's kind, if it names one (--kinds).
+    """
 
     @property
     def benchmark_list(self) -> str:

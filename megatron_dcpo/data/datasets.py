@@ -80,6 +80,8 @@ KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 _ABSENT = object()
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
+LONGEST_LABEL = 100  # characters
+_NO_LABELS = frozenset({*PROBLEM_COLUMNS, *ANSWER_COLUMNS})
 _READ_ELSEWHERE = (
     *("Question", "Problem", "question_stem", "Correct Answer", "supporting_facts", "Answer"),
     *(f"Incorrect Answer {number}" for number in (1, 2, 3)),
@@ -131,9 +133,9 @@ class Record:
 
     A programming problem has packed ``tests``, and ``answer`` is their key
     (``code_problems.tests_key``). ``kind``: what the row says of its problem in one of
-    ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for; else what the verifiers of
-    a question read. ``form`` of the answer: a key of ``prompts.ASKS``. ``tools`` are what the chat
-    template lists.
+    ``KIND_COLUMNS``; ``labels``: :func:`labels_of` the row. ``row``: :func:`columns`, where they
+    are asked for; else what the verifiers of a question read. ``form`` of the answer: a key of
+    ``prompts.ASKS``. ``tools`` are what the chat template lists.
     """
 
     task: str
@@ -144,6 +146,7 @@ class Record:
     kind: str | None = None
     row: Row | None = None
     form: str = "math"
+    labels: Mapping[str, str] | None = None
     tools: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -276,6 +279,7 @@ def _prompt(record: Record, messages: Messages, token_ids: tuple[int, ...]) -> P
         form=record.form,
         problem=record.problem,
         kind=record.kind,
+        labels=record.labels,
     )
 
 
@@ -399,9 +403,10 @@ def _environment_records(path: str, task: str | None, held_out: bool) -> list[Re
             index=index,
             messages=messages,
             answer=final_answer(row["answer"]),
-            kind=_kind(row),
+            kind=kind_of_row(row),
             row=columns(row, name, messages, row["answer"]),
             form="own",
+            labels=labels_of(row),
         )
         records.append(record)
     if not records:
@@ -487,7 +492,7 @@ def split_usable_rows(
             where = f"{source}: row {index + 1}"
             record = _about(record, *_passage(row, passage, where))
             record = surrounded(record, row, chats, where)
-            records.append(record)
+            records.append(replace(record, labels=labels_of(row)))
             if not keep_columns:
                 shown = [] if passage is None else [passage]
                 shown += _shown_columns(row, record.messages)
@@ -594,7 +599,7 @@ def to_record(
         packed = pack_tests(code.tests)
         messages, key = _as_messages(code.statement, where), tests_key(packed)
         kept = columns(row, name, messages, key) if keep_columns else None
-        return Record(name, index, messages, key, packed, _kind(row), kept, "code")
+        return Record(name, index, messages, key, packed, kind_of_row(row), kept, "code")
     question = question_of(row, index, where, strict=not keep_columns)
     if question is not None:
         messages, own = _as_messages(question.text, where), question.columns
@@ -604,7 +609,7 @@ def to_record(
             index,
             messages,
             question.answer,
-            kind=question.kind or _kind(row),
+            kind=question.kind or kind_of_row(row),
             row=kept,
             form=question.form,
         )
@@ -620,7 +625,7 @@ def to_record(
     if keep_columns:
         answer = _shown(raw, is_aime)
         kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
-        return Record(name, index, messages, answer, kind=_kind(row), row=kept)
+        return Record(name, index, messages, answer, kind=kind_of_row(row), row=kept)
     if not is_structured(raw):
         answer_of(raw, where)  # refuses what is no text and no number
         answer = final_answer(raw, integer=is_aime)
@@ -628,7 +633,7 @@ def to_record(
             return None
         if is_no_answer(answer):
             raise NoAnswer(answer)
-        return Record(name, index, messages, answer, kind=_kind(row))
+        return Record(name, index, messages, answer, kind=kind_of_row(row))
     found = answer_of(raw, where)
     if found.texts and all(map(is_no_answer, found.texts)):
         raise NoAnswer(found.texts[0])
@@ -636,7 +641,7 @@ def to_record(
         raise UserError(f"{where}: the answer has no text and no alias that is one")
     shown = final_answer(found.texts[0], integer=is_aime)
     read = None if found.column is None else {"answer": found.column}
-    return Record(name, index, messages, shown, kind=_kind(row), row=read)
+    return Record(name, index, messages, shown, kind=kind_of_row(row), row=read)
 
 
 def _without_column(row: Row, where: str, missing: str) -> UserError:
@@ -673,14 +678,29 @@ def columns(row: Row, name: str, messages: Messages, answer: object) -> Row:
     }
 
 
-def _kind(row: Row) -> str | None:
+def kind_of_row(row: Row) -> str | None:
     """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or
     whole number.
     """
     value = next((row[name] for name in KIND_COLUMNS if name in row), None)
-    return (
-        str(value)[:100] if isinstance(value, str | int) and not isinstance(value, bool) else None
-    )
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value)[:LONGEST_LABEL]
+
+
+def labels_of(row: Row) -> dict[str, str] | None:
+    """Return the columns of a row that may name a kind of problem: texts of one line and at most
+    ``LONGEST_LABEL`` characters, and whole numbers; not the problem and its answer. None if it has
+    no such column.
+    """
+    labels = {}
+    for name, value in row.items():
+        if name in _NO_LABELS or isinstance(value, bool) or not isinstance(value, str | int):
+            continue
+        text = str(value)
+        if len(text) <= LONGEST_LABEL and "\n" not in text:
+            labels[str(name)] = text
+    return labels or None
 
 
 def final_answer(raw: object, integer: bool = False) -> str:

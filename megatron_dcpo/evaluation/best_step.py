@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_dcpo.config import Config, ValidationConfig
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.errors import UserError, did_you_mean
-from megatron_dcpo.evaluation.scoring import BETTER
+from megatron_dcpo.evaluation.scoring import METRICS
 
 
 def benchmark_names(options: ValidationConfig) -> list[str]:
@@ -23,8 +23,9 @@ def check_keep_best(config: Config) -> None:
     if not word:
         return
     benchmark, metric = _parts(word)
-    if metric not in BETTER:
-        hint = did_you_mean(metric, BETTER)
+    known = [name for name, shown in METRICS.items() if shown.better is not None]
+    if metric not in known:
+        hint = did_you_mean(metric, known)
         raise UserError(
             f"training.keep_best={word}: no benchmark gives a metric {metric!r} with a "
             f"direction{hint}"
@@ -56,7 +57,8 @@ def improves(word: str, metrics: Mapping[str, float], best: Mapping[str, float] 
     old = math.nan if best is None else value_of(best, word)
     if math.isnan(old):
         return True
-    better = BETTER[_parts(word)[1]]
+    better = METRICS[_parts(word)[1]].better
+    assert better is not None  # check_keep_best
     return new != old and better(new, old) == new
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dcpo.calibration.summary import OF_CONFIDENCE
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 
 STEPS = 10  # over which a value is averaged, up to the step of equal data
@@ -22,9 +23,7 @@ TOTALS = {
 # a metric of a step, or the first of several that it has
 VALUES = {
     "accuracy": ("rollout/accuracy", "reward/accuracy"),
-    "ece": ("calibration/ece",),
-    "brier": ("calibration/brier",),
-    "auroc": ("calibration/auroc",),
+    **{name: (f"calibration/{name}",) for name in OF_CONFIDENCE},
 }
 
 

@@ -14,6 +14,7 @@ from megatron_dcpo.data import render_prompts
 from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.evaluation.best_step import check_keep_best
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
+from megatron_dcpo.evaluation.kinds import check_kinds
 from megatron_dcpo.evaluation.problems import BenchmarkOptions, Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import headline, score_samples
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HeldOut:
     """The held-out problems of a training run, with the ``prompts`` of all benchmarks, in order, by
-    their ids, and the number of responses to each (``repeats``).
+    their ids, the number of responses to each (``repeats``), and what their ``kinds`` are named by
+    (``evaluation.kinds``).
     """
 
     problems: Sequence[Problems]
     prompts: Mapping[str, Prompt]
     tokens: TokenBytes
     repeats: int
+    kinds: str = ""
 
     @property
     def longest(self) -> int:
@@ -80,7 +83,7 @@ class HeldOut:
             samples,
             key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
         )
-        scored = score_samples(ordered, ("verbal",), resamples=0)
+        scored = score_samples(ordered, ("verbal",), resamples=0, kinds_by=self.kinds)
         values: dict[str, float] = {}
         for name, scores in scored["benchmarks"].items():
             shown = headline(scored, "verbal", name)
@@ -133,4 +136,5 @@ def load_held_out(
             source=one.benchmark.name,
         )
         prompts.update({prompt.prompt_id: prompt for prompt in rendered})
-    return HeldOut(problems, prompts, tokens, options.samples)
+    check_kinds(list(prompts.values()), options.kinds)
+    return HeldOut(problems, prompts, tokens, repeats=options.samples, kinds=options.kinds)

@@ -1,5 +1,5 @@
 """A scorer for Inspect (``inspect_ai``): whether an answer is right, the confidence that is stated
-behind it, and ECE, Brier score and AUROC as metrics of a log.
+behind it, and ECE, Brier score, AUROC, and AUROC within kinds of problem as metrics of a log.
 
     from megatron_dcpo.evaluation.inspect_scorer import calibrated
     Task(..., scorer=calibrated())              # answers in a box, as dcpo evaluate judges them
@@ -11,6 +11,7 @@ draws its logs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from inspect_ai.scorer import (
@@ -29,6 +30,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from megatron_dcpo import calibration
+from megatron_dcpo.data.datasets import kind_of_row
 from megatron_dcpo.evaluation.evaluate import equivalent_math
 from megatron_dcpo.judging.answers import extract_boxed
 from megatron_dcpo.judging.confidence import parse_confidence
@@ -66,10 +68,30 @@ def auroc() -> Metric:
     return _over_samples(calibration.auroc)
 
 
-@scorer(metrics=[accuracy(), ece(), brier(), auroc()])
-def calibrated(by: Scorer | None = None, marker: str = CONFIDENCE_TAG) -> Scorer:
+@metric
+def auroc_within() -> Metric:
+    """Area under the ROC curve within kinds of problem; NaN if no sample has a kind."""
+    to_float = value_to_float()
+
+    def compute(scores: list[SampleScore]) -> float:
+        metadata = [one.score.metadata or {} for one in scores]
+        kinds = [each.get("kind") for each in metadata]
+        if all(kind is None for kind in kinds):
+            return math.nan
+        confidences = [each.get("confidence") for each in metadata]
+        correct = [to_float(one.score.value) for one in scores]
+        return calibration.auroc_within(confidences, correct, kinds).value
+
+    return compute
+
+
+@scorer(metrics=[accuracy(), ece(), brier(), auroc(), auroc_within()])
+def calibrated(by: Scorer | None = None, marker: str = CONFIDENCE_TAG, kinds: str = "") -> Scorer:
     """Return a scorer whose verdict is that of ``by``, or of the answer in the last box against the
     target; the confidence behind ``marker`` is in the score's metadata, null if there is none.
+
+    ``kinds`` names the kind of problem in the sample's metadata, by default the first of ``kind``,
+    ``type``, ``level``, ``difficulty``, ``subject`` and ``task`` that there is.
     """
 
     async def score(state: TaskState, target: Target) -> Score:
@@ -87,7 +109,11 @@ def calibrated(by: Scorer | None = None, marker: str = CONFIDENCE_TAG) -> Scorer
         return Score(
             value=value,
             answer=answer,
-            metadata={"confidence": parsed.confidence, "status": parsed.status},
+            metadata={
+                "confidence": parsed.confidence,
+                "status": parsed.status,
+                "kind": state.metadata.get(kinds) if kinds else kind_of_row(state.metadata),
+            },
         )
 
     return score

@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header(
             "Content-Security-Policy",
-            "default-src 'none'; style-src 'unsafe-inline'; "
+            "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
             "script-src 'unsafe-inline'; connect-src 'self'",
         )
         self.end_headers()

@@ -1,5 +1,5 @@
-"""Metrics for a task of lm-eval: accuracy, ECE, Brier score and AUROC of the confidence that a
-generated answer states.
+"""Metrics for a task of lm-eval: accuracy, ECE, Brier score, AUROC, and AUROC within kinds of
+problem of the confidence that a generated answer states.
 
 A task names them in its YAML, through a file beside it (``examples/elsewhere/lm_eval_task``):
 
@@ -13,10 +13,12 @@ The samples of a run (``--log_samples``) are read by ``dcpo report``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dcpo import calibration
+from megatron_dcpo.data.datasets import kind_of_row
 from megatron_dcpo.evaluation.evaluate import equivalent_math
 from megatron_dcpo.judging.answers import extract_boxed
 from megatron_dcpo.judging.confidence import parse_confidence
@@ -24,6 +26,8 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 
 # a confidence, None if none is stated, and whether the answer is right
 Pair = tuple[float | None, float]
+# a pair, and the kind of the problem
+Triple = tuple[float | None, float, str | None]
 
 
 def process_results(
@@ -31,16 +35,24 @@ def process_results(
     results: Sequence[str],
     target: str = "answer",
     marker: str = CONFIDENCE_TAG,
+    kinds: str = "",
 ) -> dict[str, Any]:
     """Return the metrics of one document: the answer in the last box is compared with the column
-    ``target``.
+    ``target``, and the kind of problem is what the column ``kinds`` says, by default the first of
+    ``kind``, ``type``, ``level``, ``difficulty``, ``subject`` and ``task`` that there is.
     """
     text = results[0]
     answer = extract_boxed(text.partition(marker)[0])
     right = answer is not None and equivalent_math(answer, str(doc[target]))
     parsed = parse_confidence(text, marker=marker, finished=True, opener="")
     pair: Pair = (parsed.confidence, float(right))
-    return {"accuracy": float(right), "ece": pair, "brier": pair, "auroc": pair}
+    kind = str(doc[kinds]) if kinds else kind_of_row(doc)
+    triple: Triple = (*pair, kind)
+    return {
+        "accuracy": float(right),
+        **dict.fromkeys(("ece", "brier", "auroc"), pair),
+        "auroc_within": triple,
+    }
 
 
 def ece(pairs: Sequence[Pair]) -> float:
@@ -56,6 +68,17 @@ def brier(pairs: Sequence[Pair]) -> float:
 def auroc(pairs: Sequence[Pair]) -> float:
     """Return the area under the ROC curve of a task."""
     return calibration.auroc(*_columns(pairs))
+
+
+def auroc_within(triples: Sequence[Triple]) -> float:
+    """Return the area under the ROC curve within kinds of problem of a task; NaN if no document
+    names a kind.
+    """
+    kinds = [kind for _, _, kind in triples]
+    if all(kind is None for kind in kinds):
+        return math.nan
+    confidences, correct = _columns([(confidence, right) for confidence, right, _ in triples])
+    return calibration.auroc_within(confidences, correct, kinds).value
 
 
 def _columns(pairs: Sequence[Pair]) -> tuple[list[float | None], list[float]]:

@@ -10,13 +10,18 @@ from pathlib import Path
 from megatron_dcpo import rollout
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.before_number import RenderedAs
 from megatron_dcpo.evaluation.evaluate import respond_at_once
 from megatron_dcpo.evaluation.problems import Problems
 from megatron_dcpo.evaluation.responders import Responder, as_token_ids, model_name, sampling_of
+from megatron_dcpo.evaluation.samples import Sample, date_of
+from megatron_dcpo.evaluation.states import keep_states
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.engine import check_sampled_model, choose_engine
+from megatron_dcpo.rollout.engine import Engine, check_sampled_model, choose_engine
 from megatron_dcpo.rollout.tokens import check_vocabulary
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights import adapter_shape
@@ -33,6 +38,11 @@ def sample_model(
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     vocab_size = check_sampled_model(path)
+    if config.evaluation.keep == "states" and choose_engine(config.rollout.engine, path) == "vllm":
+        raise UserError(
+            "evaluation.keep=states (--keep states) reads the model that the embedded engine "
+            "holds, which vLLM's is not; add --engine transformers"
+        )
     adapter = config.model.adapter_path
     if adapter:
         adapter_shape.read_shape(Path(adapter), read_architecture(path))
@@ -47,11 +57,8 @@ def sample_model(
             longest = max(longest, len(prompt.token_ids))
     on_gpu = capabilities().separate_memory
     many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
-    dtype = config.model.params_dtype
-    if dtype == "auto":
-        dtype = "bf16" if on_gpu else "fp32"
     options = VllmOptions(
-        dtype=_DTYPES[dtype],
+        dtype=_DTYPES[_dtype(config)],
         gpu_memory_utilization=0.9 if many else 0.6,
         max_model_len=longest + config.max_tokens,
         max_num_seqs=config.rollout.max_num_seqs or (_MANY if many else _FEW),
@@ -60,11 +67,39 @@ def sample_model(
         seed=config.evaluation.seed,
     )
     engine = rollout.build_local_engine(config.rollout.engine, path, options)
-    if adapter:
-        # one tensor at a time: the whole model stays where it is
-        merged = ([each] for each in merged_tensors(Path(path), Path(adapter)))
-        engine.update_weights(merged, version=0)
+    _add_adapter(engine, config)
     stream = partial(engine.stream, sampling=sampling_of(config))
     return Responder(
         model_name(config), tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
     )
+
+
+def with_states_of_model(config: EvaluateConfig, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with the state of the model that answered (``states.keep_states``)."""
+    path = config.model.path
+    engine = TransformersEngine.from_pretrained(path, dtype=_dtype(config))
+    _add_adapter(engine, config)
+    rendered_as = RenderedAs(
+        marker=config.judging.marker,
+        template=config.data.template,
+        thinking=config.data.thinking,
+        date=date_of(config.run_dir),
+    )
+    return keep_states(samples, engine.model, path, rendered_as)
+
+
+def _dtype(config: EvaluateConfig) -> str:
+    """Return the element type of the parameters, ``fp32`` or ``bf16``."""
+    if config.model.params_dtype != "auto":
+        return config.model.params_dtype
+    return "bf16" if capabilities().separate_memory else "fp32"
+
+
+def _add_adapter(engine: Engine, config: EvaluateConfig) -> None:
+    """Merge the adapter that is evaluated, if any, into the model of an engine."""
+    adapter = config.model.adapter_path
+    if not adapter:
+        return
+    # one tensor at a time: the whole model stays where it is
+    merged = ([each] for each in merged_tensors(Path(config.model.path), Path(adapter)))
+    engine.update_weights(merged, version=0)

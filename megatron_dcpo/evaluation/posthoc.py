@@ -16,7 +16,8 @@ task to ``reasoning``: an intercept and a slope over log(1 - s) for each, as dev
 of all tasks, which the penalty keeps small. **With the task it is the row to beat**: training a
 policy to state its confidence pays only if the stated confidence knows more than that
 (docs/lab/README.md). A response of a task that was not fitted gets the intercept and the slope of
-all tasks.
+all tasks. ``states`` is a linear probe on the model's state before the number (``probe.py``), and
+``stack`` reads what ``task`` reads and the probe's logit, fitted on other problems than the probe.
 
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.
@@ -48,10 +49,16 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
-from megatron_dcpo.calibration.summary import summarize
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
-from megatron_dcpo.evaluation.predictor_file import VERSION, check_arrays, read_file
+from megatron_dcpo.evaluation.kinds import columns_of, kind_of
+from megatron_dcpo.evaluation.predictor_file import (
+    VERSION,
+    PredictorInputs,
+    check_arrays,
+    read_file,
+)
+from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.files import write_atomically
@@ -61,11 +68,14 @@ TOP_LOGPROBS = 20
 # lower ones are clipped to it: some engines return -9999
 LOWEST_LOGPROB = -30.0
 WIDTH = 2048
+TEACHER_FOLDS = 5
 STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
 
 # what a logistic regression may read
-FEATURES = ("response", "reasoning", "task")
+FEATURES = ("response", "reasoning", "task", "states", "stack")
+# those of the reasoning, in front of the state in a stack
+_REASONING_INPUTS = 4
 TASK_COLUMN = "kind"
 MOST_TASKS = 200  # a column with more values is nearly a name of the problem
 # the place of log(1 - s) among the features of the reasoning, whose slope a task may change
@@ -97,6 +107,8 @@ class Posthoc:
             if not len(known):
                 return predictions
             column = task_column(self.source)
+            if reads_states(self.source):
+                inputs = _with_probe(inputs, self.weights)
             if column is not None:
                 tasks = tasks_of([samples[i] for i in known], column)
                 inputs = with_tasks(inputs, tasks, self.weights["tasks"])
@@ -116,7 +128,7 @@ class Posthoc:
         """Return the samples with ``posthoc_confidence``."""
         predictions = self.predict(samples)
         return [
-            sample.measured(posthoc_confidence=confidence)
+            sample.measured(posthoc_confidence=confidence, posthoc_by=self.method)
             for sample, confidence in zip(samples, predictions, strict=True)
         ]
 
@@ -141,8 +153,7 @@ class Posthoc:
         header, arrays = read_file(path)
         try:
             source = _checked_source(header.method, header.source)
-            with_tasks = task_column(source) is not None
-            check_arrays(header.method, _input_count(header.method, source), with_tasks, arrays)
+            check_arrays(header.method, _inputs(header.method, source), arrays)
         except UserError as error:
             raise UserError(f"{path}: not a predictor of dcpo calibrate ({error})") from None
         record, weights = read_record(header, arrays)
@@ -172,6 +183,10 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
     rows: list[list[float] | None]
     if source == "response":
         rows = [response_features(s) for s in samples]
+    elif source == "states":
+        rows = [None if s.state is None else s.state.tolist() for s in samples]
+    elif reads_states(source):
+        rows = [_stack_features(s) for s in samples]
     elif source == "reasoning" or task_column(source) is not None:
         rows = [reasoning_features(s) for s in samples]
     elif source in ("mean", "full"):
@@ -217,42 +232,51 @@ def reasoning_features(sample: Sample) -> list[float] | None:
     return [s, math.log1p(-s), s / max(length, 1), float(length)]
 
 
+def reads_states(source: str) -> bool:
+    """Return whether a source reads the model's states, which are in a file of their own."""
+    return source.partition(":")[0] in ("states", "stack")
+
+
+def _stack_features(sample: Sample) -> list[float] | None:
+    """Return the four inputs of the reasoning and the state behind them, [4 + h]."""
+    of_reasoning = reasoning_features(sample)
+    if of_reasoning is None or sample.state is None:
+        return None
+    return [*of_reasoning, *sample.state.tolist()]
+
+
+def _with_probe(inputs: np.ndarray, weights: Weights) -> np.ndarray:
+    """Return inputs [n, D + h] with the probe's logit in the place of the state, [n, D + 1]."""
+    width = inputs.shape[1] - len(weights["probe_slopes"])
+    logits = probe_logits(weights, inputs[:, width:])
+    return np.column_stack([inputs[:, :width], logits])
+
+
 # -------------------------------------------------------------------------------------------- tasks
 
 
 def task_column(source: str) -> str | None:
     """Return the column that a source reads the task from; None if it reads none."""
     name, _, column = source.partition(":")
-    if name != "task":
+    if name not in ("task", "stack"):
         return None
     return column or TASK_COLUMN
 
 
 def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
-    """Return the task of each sample, None for a sample without one: its ``kind``, its benchmark
-    (``task``), or what a column of its data says that the samples keep (``row``).
+    """Return the task of each sample (:func:`kind_of` the column), None for a sample without one.
 
     Raises :class:`UserError` if no sample has the column.
     """
-    tasks = [_task_of(sample, column) for sample in samples]
+    tasks = [kind_of(sample.prompt, column) for sample in samples]
     if all(task is None for task in tasks):
-        columns = sorted({name for sample in samples for name in sample.prompt.row or ()})
-        others = ", ".join(["kind", "task", *columns])
+        others = ", ".join(columns_of([sample.prompt for sample in samples]))
         raise UserError(
             f"no task: none of the {len(samples)} responses has a text or a whole number in the "
             f"column {column}; name another one with dcpo calibrate --task-column ({others}), or "
             "fit without the task: --features reasoning"
         )
     return tasks
-
-
-def _task_of(sample: Sample, column: str) -> str | None:
-    prompt = sample.prompt
-    named: dict[str, Any] = {"kind": prompt.kind, "task": prompt.task}
-    value = named.get(column, (prompt.row or {}).get(column))
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value)
 
 
 def with_tasks(inputs: np.ndarray, tasks: Sequence[str | None], fitted: np.ndarray) -> np.ndarray:
@@ -316,13 +340,21 @@ _LOGPROBS = (
     "log-probs of its reasoning (sample with dcpo evaluate --model, or from an endpoint that "
     "returns log-probs)"
 )
+_STATES = "the model's state (sample with dcpo evaluate --model DIR --keep states)"
 _NEEDS = {
     "response": _LOGPROBS,
     "reasoning": _LOGPROBS,
     "task": _LOGPROBS,
+    "states": _STATES,
+    "stack": f"{_LOGPROBS} and {_STATES}",
     "mean": _FEATURES,
     "full": _FEATURES,
 }
+
+
+def needs_of(source: str) -> str:
+    """Return what a sample has to have for a source to be read, in words."""
+    return _NEEDS.get(source.partition(":")[0], f"a confidence of the kind {source}")
 
 
 def fit(
@@ -356,9 +388,9 @@ def fit(
             raise UserError(f"no problem is {name}; give more problems, or another --held-out")
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
-            needs = _NEEDS.get(source.partition(":")[0], f"a confidence of the kind {source}")
             raise UserError(
-                f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}"
+                f"--kind {method}: none of the {len(index)} responses that are {name} has "
+                f"{needs_of(source)}"
             )
         return inputs, targets[np.array(index)[known]]
 
@@ -381,16 +413,40 @@ def fit(
             fitted = side("fitted", inside)
             stopping = side("fitted", watched)
         weights = _fit_perceptron(fitted, stopping, seed, epochs, width)
-    elif column is not None:
+    elif column is not None or reads_states(source):
         fitted_on = [s for s, out in zip(samples, outside, strict=True) if not out]
-        _, known = inputs_of(fitted_on, source)
-        tasks = tasks_of([fitted_on[i] for i in known], column)
-        weights = _fit_with_tasks(inputs, tasks, goals)
+        weights = _fit_on_samples(fitted_on, source, goals)
     else:
         weights = _FIT[method](_on_scale(method, source, inputs), goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     held_out_samples = [s for s, out in zip(samples, outside, strict=True) if out]
     return predictor, predictor.apply(held_out_samples)
+
+
+def cross_fitted(samples: Sequence[Sample], source: str, seed: int) -> list[float | None]:
+    """Return what a logistic regression on ``source`` that was fitted on other problems says of
+    each sample (:data:`TEACHER_FOLDS` parts of the problems); None for a sample without the inputs,
+    or if the other parts have only right or only wrong ones.
+    """
+    predictions: list[float | None] = [None] * len(samples)
+    folds = np.array([_fold(problem_of(sample), seed) for sample in samples])
+    for fold in range(TEACHER_FOLDS):
+        inside = np.flatnonzero(folds == fold)
+        others = [samples[index] for index in np.flatnonzero(folds != fold)]
+        if not len(inside) or len({sample.correct for sample in others}) < 2:
+            continue
+        predictor, _ = fit("logistic", others, source, held_out=0.0)
+        found = predictor.predict([samples[index] for index in inside])
+        for index, value in zip(inside, found, strict=True):
+            predictions[index] = value
+    return predictions
+
+
+def _fold(problem: str, seed: int) -> int:
+    for fold in range(TEACHER_FOLDS - 1):
+        if is_held_out(f"fold/{problem}", share=(fold + 1) / TEACHER_FOLDS, seed=seed):
+            return fold
+    return TEACHER_FOLDS - 1
 
 
 def _checked_source(method: str, source: str | None) -> str:
@@ -413,13 +469,17 @@ def _checked_source(method: str, source: str | None) -> str:
     return source
 
 
-def _input_count(method: str, source: str) -> int:
-    """Return how many numbers of each answer a method reads."""
+def _inputs(method: str, source: str) -> PredictorInputs:
+    """Return what a method reads of each answer."""
+    count = 1
     if method == "confclass":
-        return TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
-    if method == "logistic":
-        return 6 if source == "response" else 4
-    return 1
+        count = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
+    elif method == "logistic":
+        of_source = {"response": 2 + _REASONING_INPUTS, "states": 1, "stack": _REASONING_INPUTS + 1}
+        count = of_source.get(source.partition(":")[0], _REASONING_INPUTS)
+    return PredictorInputs(
+        count=count, with_task=task_column(source) is not None, with_state=reads_states(source)
+    )
 
 
 def _logit(c: np.ndarray) -> np.ndarray:
@@ -484,9 +544,9 @@ def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
 
 
 def _fit_with_tasks(x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray) -> Weights:
-    """Fit a logistic regression on the reasoning's inputs [N, 4] and the tasks [N], each of which
-    has an intercept and a slope of its own over log(1 - s). A single task has no deviations: the
-    fit is that without tasks.
+    """Fit a logistic regression on inputs [N, D], of which the first are the reasoning's, and the
+    tasks [N], each of which has an intercept and a slope of its own over log(1 - s). A single task
+    has no deviations: the fit is that without tasks.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -513,6 +573,29 @@ def _fit_with_tasks(x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray) -
         "task_intercepts": coefficients[width : width + len(names)],
         "task_slopes": coefficients[width + len(names) :],
     }
+
+
+def _fit_on_samples(samples: Sequence[Sample], source: str, correct: np.ndarray) -> Weights:
+    """Fit a logistic regression that reads the task, the model's state, or both; ``correct`` [n] is
+    of the samples that have the inputs.
+    """
+    inputs, known = inputs_of(samples, source)
+    fitted = [samples[index] for index in known]
+    probe: Weights = {}
+    if reads_states(source):
+        width = _REASONING_INPUTS if source != "states" else 0
+        states = inputs[:, width:]
+        problems = [problem_of(sample) for sample in fitted]
+        probe = fit_probe(states, correct, problems)
+        if source == "states":
+            # the probe's logit is the prediction's
+            same = {"mean": np.zeros(1), "deviation": np.ones(1), "slopes": np.ones(1)}
+            return {**probe, **same, "intercept": np.array(0.0)}
+        logits = cross_fitted_logits(states, correct, problems)
+        inputs = np.column_stack([inputs[:, :width], logits])
+    column = task_column(source)
+    assert column is not None
+    return {**probe, **_fit_with_tasks(inputs, tasks_of(fitted, column), correct)}
 
 
 def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
@@ -604,11 +687,3 @@ _PREDICT: Mapping[str, Callable[[Weights, np.ndarray], np.ndarray]] = MappingPro
     }
 )
 METHODS: tuple[str, ...] = tuple(_PREDICT)
-
-
-def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
-    """Return ECE, Brier score, AUROC and mean of one kind of confidence."""
-    values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
-    summary = summarize(values, [float(sample.correct) for sample in samples])
-    names = ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")
-    return {name: summary[name] for name in names}

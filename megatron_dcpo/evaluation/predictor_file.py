@@ -8,6 +8,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -170,6 +171,7 @@ _SHAPES: Mapping[str, Mapping[str, str]] = {
         "bias3": "1",
     },
 }
+_OF_A_PROBE = {"probe_slopes": "P", "probe_intercept": ""}
 _OF_TASKS = {"tasks": "T", "task_intercepts": "T", "task_slopes": "T"}
 _RECORD = {
     "record/held_out_confidences": "H",
@@ -178,19 +180,32 @@ _RECORD = {
 }
 
 
-def check_arrays(method: str, inputs: int, with_tasks: bool, arrays: Arrays) -> None:
+@dataclass(frozen=True)
+class PredictorInputs:
+    """What a predictor reads of each answer: a ``count`` of numbers, the task, and the model's
+    state, of which a probe makes one of the numbers.
+    """
+
+    count: int
+    with_task: bool
+    with_state: bool
+
+
+def check_arrays(method: str, inputs: PredictorInputs, arrays: Arrays) -> None:
     """Raise :class:`UserError`, without the name of the file, unless the arrays are those of a
-    method that reads ``inputs`` numbers of each answer.
+    method that reads ``inputs``.
     """
     shapes = dict(_SHAPES[method])
-    if with_tasks:
+    if inputs.with_task:
         shapes |= _OF_TASKS
+    if inputs.with_state:
+        shapes |= _OF_A_PROBE
     if any(name.startswith("record/") for name in arrays):
         shapes |= _RECORD
     if set(shapes) != set(arrays):
         wrong = ", ".join(sorted(set(shapes) ^ set(arrays)))
         raise UserError(f"arrays are missing, or too many: {wrong}")
-    sizes = {"1": 1, "D": inputs, "B": 20}
+    sizes = {"1": 1, "D": inputs.count, "B": 20}
     for name, letters in shapes.items():
         expected = tuple(
             sizes.setdefault(letter, size)

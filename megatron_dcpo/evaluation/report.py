@@ -28,9 +28,10 @@ from megatron_dcpo.evaluation.equal_data import STEPS, TOTALS, VALUES, at_equal_
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.scoring import (
-    BETTER,
     CONFIDENCE_KINDS,
     HEADLINE,
+    LOOKUP,
+    METRICS,
     bins_from_json,
     headline,
 )
@@ -42,19 +43,7 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LABELS = {
-    "accuracy": "Accuracy",
-    "ece": "ECE",
-    "pce": "PCE",
-    "brier": "Brier",
-    "auroc": "AUROC",
-    "skill": "Skill",
-    "mean_confidence": "Mean conf.",
-    "violation_rate": "Violations",
-    "n": "n",
-}
-_PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
-_NOTED = ("accuracy", "ece", "pce", "auroc")
+_NOTED = ("accuracy", "ece", "pce", "auroc", "auroc_within")
 _SAMPLES_SHOWN = 6
 _MOST_KINDS_SHOWN = 20
 _PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
@@ -69,7 +58,7 @@ OTHER_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 def comparison(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Any]]:
     """Return the ``HEADLINE`` values of each run's evaluation, or of its last logged training step
     if it has no evaluation. An evaluation with a calibrator has a second row, for the recalibrated
-    confidence.
+    confidence, and every evaluation a last one, for the fitted lookup of its kinds of problem.
     """
     return {row.name: summary_of(row.run, row.kind) for row in _rows_of(runs, "verbal")}
 
@@ -83,19 +72,39 @@ class _Row(NamedTuple):
 
 
 def _rows_of(runs: Sequence[EvaluatedRun], kind: str) -> list[_Row]:
-    """Return the rows of the runs' headline table: each run by ``kind``, and again by its
-    recalibrated confidence if it has one. A run that has only that has one row.
+    """Return the rows of the runs' headline table: each run by ``kind``, again by its recalibrated
+    confidence if it has one, and by its fitted lookup. A run that has no ``kind`` but a
+    recalibrated confidence has no row for ``kind``.
     """
     rows = []
     for run in runs:
         recalibrated = kind != "posthoc" and _has(run, "posthoc", None)
         if recalibrated and not _has(run, kind, None):
             rows.append(_Row(run.name, run, "posthoc"))
-            continue
-        rows.append(_Row(run.name, run, kind))
-        if recalibrated:
-            rows.append(_Row(f"{run.name}, recalibrated", run, "posthoc"))
+        else:
+            rows.append(_Row(run.name, run, kind))
+            if recalibrated:
+                rows.append(_Row(f"{run.name}, recalibrated", run, "posthoc"))
+        rows += _lookup_row(run, None)
     return rows
+
+
+def _with_lookups(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Row]:
+    """Return a row of each run by ``kind``, and behind it that of its lookup."""
+    rows = []
+    for run in runs:
+        rows += [_Row(run.name, run, kind), *_lookup_row(run, benchmark)]
+    return rows
+
+
+def _lookup_row(run: EvaluatedRun, benchmark: str | None) -> list[_Row]:
+    """Return the row of the fitted lookup of a run; none in an evaluation of an earlier release,
+    which left out each problem alone.
+    """
+    scores = _scores(run, benchmark)
+    if scores is None or "skill" not in scores.get(LOOKUP, {}):
+        return []
+    return [_Row(f"{run.name}, {LOOKUP}", run, LOOKUP)]
 
 
 def summary_of(
@@ -260,7 +269,7 @@ def _equal_data_tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
             f"{STEPS} steps, of sampled responses)"
         )
         labels = ["Step", *(what.capitalize() for what in TOTALS)]
-        labels += [LABELS[key] for key in VALUES]
+        labels += [METRICS[key].label for key in VALUES]
         tables.append(_table(title, rows, labels=labels))
     return tables
 
@@ -273,7 +282,7 @@ def _table(
     labels: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a table for the page, by default with the headline's columns."""
-    columns = labels or [LABELS[key] for key in HEADLINE]
+    columns = labels or [METRICS[key].label for key in HEADLINE]
     return {"name": name, "open": is_open, "rows": rows, "labels": columns}
 
 
@@ -303,7 +312,7 @@ def _tables_of_group(group: Sequence[EvaluatedRun], sampling: str) -> list[dict[
             else:
                 scope = benchmarks[0]
             name = f"{scope}, {kind} confidence"
-            rows = [_Row(run.name, run, kind) for run in scored]
+            rows = _with_lookups(scored, kind, benchmark)
             tables.append(_table(name, _cells(rows, benchmark)))
         tables += _passes(group, benchmark, len(benchmarks))
         if benchmark is not None:
@@ -385,15 +394,17 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
 
 def _cells(table_rows: Sequence[_Row], benchmark: str | None) -> dict[str, list[dict[str, Any]]]:
     """Return, for each row, the text of each headline value with the half width of its 95 %
-    interval, and whether it is the best of its column: better than all others, with intervals that
-    do not overlap.
+    interval, and whether it is the best of its column: better than all others but the lookups,
+    with intervals that do not overlap.
     """
     rows = {}
     intervals = {}
     for name, run, kind in table_rows:
         rows[name] = summary_of(run, kind, benchmark)
         intervals[name] = intervals_of(run, kind, benchmark)
-    best = {key: separable_best(key, rows, intervals) for key in HEADLINE}
+    arms = {row.name: rows[row.name] for row in table_rows if row.kind != LOOKUP}
+    of_arms = {name: intervals[name] for name in arms}
+    best = {key: separable_best(key, arms, of_arms) for key in HEADLINE}
     table: dict[str, list[dict[str, Any]]] = {}
     for name, row in rows.items():
         cells: list[dict[str, Any]] = []
@@ -428,11 +439,12 @@ def separable_best(
     """Return the run whose value is better than that of every other run, with intervals that do not
     overlap; None if there is no such run.
     """
-    if key not in BETTER or len(rows) < 2:
+    better = METRICS[key].better
+    if better is None or len(rows) < 2:
         return None
     if any(key not in run_intervals for run_intervals in intervals.values()):
         return None
-    best = BETTER[key](rows[name][key] for name in rows)
+    best = better(rows[name][key] for name in rows)
     (name, *equal) = [name for name in rows if rows[name][key] == best]
     low, high = intervals[name][key]
     others = [intervals[other][key] for other in rows if other != name]
@@ -448,7 +460,7 @@ def format_value(key: str, value: object, ends: Ends | None = None) -> str:
         return "–"
     if key == "n":
         return f"{value:,.0f}"
-    if key in _PERCENT:
+    if key in METRICS and METRICS[key].in_percent:
         text = f"{100 * value:.1f}%"
         if ends is not None:
             half = (ends[1] - ends[0]) / 2
@@ -496,7 +508,7 @@ def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None)
             continue
         bins[run.name] = bins_from_json(scores[kind]["bins"])
         values = summary_of(run, kind, benchmark)
-        noted = [f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED]
+        noted = [f"{METRICS[key].label} {format_value(key, values[key])}" for key in _NOTED]
         notes[run.name] = ", ".join(noted)
     most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
     pictures = []

@@ -28,7 +28,8 @@ from megatron_dcpo.evaluation.evaluate import (
     write_evaluation,
 )
 from megatron_dcpo.evaluation.foreign import read_any
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.kinds import check_kinds
+from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
 from megatron_dcpo.evaluation.problems import (
     BenchmarkOptions,
     Problems,
@@ -44,6 +45,7 @@ from megatron_dcpo.evaluation.responders import Responder, ask_server, model_nam
 from megatron_dcpo.evaluation.run_description import SAMPLING
 from megatron_dcpo.evaluation.samples import (
     DATE,
+    FILE,
     SETTINGS,
     Sample,
     SampleLog,
@@ -52,6 +54,7 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
+from megatron_dcpo.evaluation.states import with_states, write_states
 from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
@@ -96,7 +99,7 @@ def run_evaluation(
         raise UserError("one of --model, --endpoint and --samples is required")
     options = config.evaluation
     kinds = parse_kinds(options.confidence)
-    predictor = Posthoc.load(options.calibrator) if options.calibrator else None
+    predictor = _load_predictor(config, samples)
     if predictor is not None and predictor.method == "confclass":
         options = replace(options, features=True)
         config = replace(config, evaluation=options)
@@ -104,15 +107,25 @@ def run_evaluation(
         judged = _old_samples(
             config, samples, judge_again=judge_again, fresh=fresh, columns=columns
         )
+        if predictor is not None and reads_states(predictor.source):
+            judged = with_states(judged, samples)
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
         if _rank() > 0:
             return {}
+        judged = _with_kept_states(config, judged)
     if predictor is not None:
         judged = predictor.apply(judged)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
-    evaluation = score_samples(judged, kinds, model, resamples=options.resamples, seed=options.seed)
+    evaluation = score_samples(
+        judged,
+        kinds,
+        model,
+        resamples=options.resamples,
+        seed=options.seed,
+        kinds_by=options.kinds,
+    )
     if config.judging.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.judging.marker
     source = Path(samples) if samples else Path(config.run_dir, "samples.jsonl")
@@ -125,6 +138,34 @@ def run_evaluation(
             f"{len(judged)} written to {config.run_dir}",
         )
     return evaluation
+
+
+def _load_predictor(config: EvaluateConfig, samples: str) -> Posthoc | None:
+    """Return the post-hoc predictor that is scored as well, None if there is none. Raises
+    :class:`UserError` if its inputs are not kept.
+    """
+    options = config.evaluation
+    if not options.calibrator:
+        return None
+    predictor = Posthoc.load(options.calibrator)
+    if reads_states(predictor.source) and not samples and options.keep != "states":
+        raise UserError(
+            f"{options.calibrator} reads the model's states; add --keep states (with --model)"
+        )
+    return predictor
+
+
+def _with_kept_states(config: EvaluateConfig, judged: list[Sample]) -> list[Sample]:
+    """Return the samples with the model's states, which are also written next to their file; the
+    samples themselves if the states are not to be kept.
+    """
+    if config.evaluation.keep != "states":
+        return judged
+    from megatron_dcpo.evaluation.local_model import with_states_of_model
+
+    found = with_states_of_model(config, judged)
+    write_states(found, Path(config.run_dir, FILE))
+    return found
 
 
 def _rank() -> int:
@@ -249,6 +290,7 @@ def _new_samples(
         responder = sample_model(config, loaded, date)
     share = slice(_rank(), None, ranks)
     prompts = [responder.render(problems) for problems in loaded]
+    check_kinds([prompt for rendered in prompts for prompt in rendered], config.evaluation.kinds)
     log = SampleLog(config.run_dir, settings, fresh) if _rank() == 0 else None
     with log or nullcontext():
         if log is not None:

@@ -13,8 +13,8 @@ from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.foreign import read_any
-from megatron_dcpo.evaluation.samples import SETTINGS
-from megatron_dcpo.evaluation.scoring import score_samples
+from megatron_dcpo.evaluation.samples import SETTINGS, sample_of
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
 from megatron_dcpo.runtime.run_records import CONFIG
 from megatron_dcpo.runtime.text import read_json_object
 
@@ -91,21 +91,51 @@ def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> Evaluat
     return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)
 
 
+def with_kinds(run: EvaluatedRun, kinds_by: str) -> EvaluatedRun:
+    """Return an evaluated run with its samples scored again within the kinds that ``kinds_by``
+    names; a run without an evaluation as it is.
+
+    Raises :class:`UserError` if its samples are gone, or if no problem has a kind by ``kinds_by``.
+    """
+    if run.evaluation is None:
+        return run
+    try:
+        samples = [sample_of(row) for row in run.samples]
+    except ValueError as error:
+        raise UserError(f"{run.path}: not a sample of dcpo evaluate ({error})") from None
+    if len(samples) != run.evaluation["overall"]["n"]:
+        raise UserError(
+            f"--kinds {kinds_by}: {run.path} does not hold the samples of its evaluation any more, "
+            "by which its kinds are known"
+        )
+    scored = [kind for kind in CONFIDENCE_KINDS if kind in run.evaluation["overall"]]
+    with_intervals = "ci95" in run.evaluation["overall"]
+    again = score_samples(
+        samples, scored, resamples=1000 if with_intervals else 0, seed=0, kinds_by=kinds_by
+    )
+    del again["model"]
+    return replace(run, evaluation={**run.evaluation, **again})
+
+
 def unevaluated(path: Path) -> str:
     """Return what the numbers of a run are that was never evaluated, and how to evaluate it."""
     policy = path / "policy"
     numbers = "its numbers are of the last training step's responses"
-    as_trained = f"--as-trained {path / CONFIG} "
     if is_supervised(path):
         numbers = "supervised training has only losses"
-        as_trained = ""
-    how = (
-        f"evaluate it by dcpo evaluate --model {policy} {as_trained}--benchmarks NAMES --out "
-        f"{path / 'eval'}"
-    )
+    how = f"evaluate it by {how_to_evaluate(path)}"
     if not policy.is_dir():
         how = f"its policy is in {policy} when it has ended, for dcpo evaluate"
     return f"never evaluated; {numbers}; {how}"
+
+
+def how_to_evaluate(path: Path) -> str:
+    """Return the command that evaluates the policy of a run."""
+    as_trained = "" if is_supervised(path) else f"--as-trained {path / CONFIG} "
+    return (
+        f"dcpo evaluate --model {path / 'policy'} {as_trained}--benchmarks NAMES --out "
+        f"{path / 'eval'}"
+    )
 
 
 def is_supervised(path: Path) -> bool:

@@ -8,23 +8,31 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
+from megatron_dcpo.calibration.kinds import fitted_lookup
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
 from megatron_dcpo.calibration.selective import abstention_rates, coverage_to_json
 from megatron_dcpo.calibration.summary import (
-    INTERVALS,
+    OF_CONFIDENCE,
     Bootstrap,
     json_ready,
     summarize,
     violation_rates,
 )
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.kinds import (
+    MOST_KINDS,
+    ProblemKinds,
+    check_kinds,
+    described,
+    kinds_of,
+)
 from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample
 
@@ -48,30 +56,36 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
 )
 # in nats, not probabilities: they rank samples and do nothing else
 RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
-BETTER: Mapping[str, Callable[..., float]] = MappingProxyType(
+
+
+@dataclass(frozen=True)
+class HeadlineMetric:
+    """How a value of the headline is shown: its ``label``, and whether it is a share in percent;
+    ``better`` is max or min, None if neither is better.
+    """
+
+    label: str
+    better: Callable[..., float] | None = None
+    in_percent: bool = False
+
+
+# the values that every table of results has, in the order of its columns
+METRICS: Mapping[str, HeadlineMetric] = MappingProxyType(
     {
-        "accuracy": max,
-        "ece": min,
-        "pce": min,
-        "brier": min,
-        "auroc": max,
-        "skill": max,
-        "violation_rate": min,
+        "accuracy": HeadlineMetric("Accuracy", better=max, in_percent=True),
+        "ece": HeadlineMetric("ECE", better=min),
+        "pce": HeadlineMetric("PCE", better=min),
+        "brier": HeadlineMetric("Brier", better=min),
+        "auroc": HeadlineMetric("AUROC", better=max),
+        "auroc_within": HeadlineMetric("Within kinds", better=max),
+        "skill": HeadlineMetric("Skill", better=max),
+        "mean_confidence": HeadlineMetric("Mean conf.", in_percent=True),
+        "violation_rate": HeadlineMetric("Violations", better=min, in_percent=True),
+        "n": HeadlineMetric("n"),
     }
 )
-HEADLINE = (
-    "accuracy",
-    "ece",
-    "pce",
-    "brier",
-    "auroc",
-    "skill",
-    "mean_confidence",
-    "violation_rate",
-    "n",
-)
-NO_KIND = "no kind"  # of problems whose data says none, where others have one
-MOST_KINDS = 100  # more are no kinds of problems but nearly names of them
+HEADLINE = tuple(METRICS)
+LOOKUP = "lookup"  # the block of scores, and the row of a table, of the fitted lookup
 
 
 def _power(base: float | None, exponent: int) -> float | None:
@@ -92,6 +106,11 @@ def _log(value: float | None) -> float | None:
     return math.log(value) if value > 0 else -math.inf
 
 
+def _none_for_nan(values: np.ndarray) -> list[float | None]:
+    """Return values [N] as confidences: None where a value is NaN."""
+    return [None if math.isnan(value) else float(value) for value in values]
+
+
 def parse_kinds(text: str) -> tuple[str, ...]:
     """Return the distinct kinds of confidence in a list such as ``"verbal,token"``. Raises
     :class:`UserError` for an unknown kind and an empty list.
@@ -106,6 +125,18 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     return kinds
 
 
+@dataclass(frozen=True)
+class _Options:
+    """How samples are scored: bins of the binned errors, resamples and seed of the intervals, and
+    what the kinds of problem are named by (:func:`kinds_of`).
+    """
+
+    bins: int
+    resamples: int
+    seed: int
+    kinds_by: str
+
+
 def score_samples(
     samples: Sequence[Sample],
     kinds: Sequence[str] = ("verbal", "token", "consistency"),
@@ -113,27 +144,47 @@ def score_samples(
     bins: int = DEFAULT_BINS,
     resamples: int = 1000,
     seed: int = 0,
+    kinds_by: str = "",
 ) -> dict[str, Any]:
-    """Return ``{"model", "benchmarks": {NAME: scores}, "overall": scores}`` as strict JSON, with
-    None for undefined values.
+    """Return ``{"model", "kinds", "benchmarks": {NAME: scores}, "overall": scores}`` as strict
+    JSON, with None for undefined values.
 
     ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over
-    benchmarks, which papers usually print as "Overall".
+    benchmarks, which papers usually print as "Overall". ``kinds`` says what the kinds of problem
+    are named by (``by``, None if there are none), and what they could be (``possible``). Raises
+    :class:`UserError` if no problem has a kind by ``kinds_by``.
     """
     by_benchmark: dict[str, list[Sample]] = {}
     for sample in samples:
         by_benchmark.setdefault(sample.prompt.task, []).append(sample)
-    options = {"bins": bins, "resamples": resamples, "seed": seed}
-    benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
+    named = checked_kinds(samples, kinds_by)
+    options = _Options(bins=bins, resamples=resamples, seed=seed, kinds_by=kinds_by)
+    benchmarks = {name: _score(group, kinds, options) for name, group in by_benchmark.items()}
     for name, scores in benchmarks.items():
         _report_constant(name, scores.get("verbal", {}))
     if len(benchmarks) == 1:
         # Its pooled scores are its scores, and computing their intervals is slow.
         overall = dict(*benchmarks.values())
     else:
-        overall = _score(samples, kinds, **options)
+        overall = _score(samples, kinds, options)
     overall["macro"] = _macro(benchmarks, kinds)
-    return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
+    return json_ready(
+        {
+            "model": model,
+            "kinds": named,
+            "benchmarks": benchmarks,
+            "overall": overall,
+        }
+    )
+
+
+def checked_kinds(samples: Sequence[Sample], kinds_by: str) -> dict[str, Any]:
+    """Return what the kinds of problem are named by, and could be (:func:`kinds.described`). Raises
+    :class:`UserError` if no problem has a kind by ``kinds_by``.
+    """
+    prompts = list({sample.problem_key: sample.prompt for sample in samples}.values())
+    check_kinds(prompts, kinds_by)
+    return described(prompts, kinds_by)
 
 
 def _report_constant(name: str, verbal: Mapping[str, Any]) -> None:
@@ -160,44 +211,137 @@ def headline(
     return {key: flat.get(key) for key in HEADLINE}
 
 
+def scores_of_arms(
+    samples: Sequence[Sample],
+    arms: Mapping[str, Sequence[float | None]],
+    kinds_by: str = "",
+) -> dict[str, dict[str, Any]]:
+    """Return the ``HEADLINE`` values of several confidences of the same samples, by their names,
+    and last of the fitted lookup; with ``kinds_used`` and ``kinds_left_out``.
+    """
+    options = _Options(bins=DEFAULT_BINS, resamples=0, seed=0, kinds_by=kinds_by)
+    answers = _Answers.of(samples, options)
+    summaries = {}
+    for name, confidences in arms.items():
+        summaries[name] = answers.summarized(confidences)
+        summaries[name]["skill"] = skill(confidences, answers.lookup, answers.correct)
+    summaries[LOOKUP] = _of_lookup(answers)
+    shown = (*HEADLINE, "kinds_used", "kinds_left_out")
+    return {name: {key: summary[key] for key in shown} for name, summary in summaries.items()}
+
+
+def confidences_of(samples: Sequence[Sample], kind: str) -> list[float | None]:
+    """Return one kind of confidence of each sample, None where it has none."""
+    return [CONFIDENCE_KINDS[kind](sample) for sample in samples]
+
+
 def _refused(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the share of samples that a server refused, if it refused any."""
     refused = sum(sample.response.refusal is not None for sample in samples)
     return {"refused_rate": refused / len(samples)} if refused else {}
 
 
-def _guessed(samples: Sequence[Sample]) -> dict[str, Any]:
+def _guessed(samples: Sequence[Sample], kinds_by: str) -> dict[str, Any]:
     """Return ``prompt_blind`` and ``by_kind``, where there is something to say."""
-    found = {"prompt_blind": prompt_blind(samples), "by_kind": by_kind(samples)}
+    found = {"prompt_blind": prompt_blind(samples), "by_kind": by_kind(samples, kinds_by)}
     return {name: value for name, value in found.items() if value}
 
 
-def _score(
-    samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int
-) -> dict[str, Any]:
+def _score(samples: Sequence[Sample], kinds: Sequence[str], options: _Options) -> dict[str, Any]:
     """Score one benchmark, or all of them pooled: accuracy and a block per kind of confidence."""
-    correct = [float(sample.correct) for sample in samples]
-    problems = ["/".join(sample.problem_key) for sample in samples]
-    repeats = sorted({sample.response.sample_index for sample in samples})
-    judgements = [sample.judgement for sample in samples]
-    truncated = [sample.response.finish_reason == "length" for sample in samples]
-    answered = [judgement.answer is not None for judgement in judgements]
-    stated = [judgement.confidence for judgement in judgements]
-    scores: dict[str, Any] = {
-        "accuracy": metrics.accuracy(correct),
-        "n": len(samples),
-        "problems": len(set(problems)),
-        "repeats": len(repeats),
-        "mean_length": _mean([judgement.length for judgement in judgements]),
-        "truncated_rate": _mean(truncated),
-        "answer_rate": _mean(answered),
-        "parse_rate": metrics.parse_rate(stated),
-        **violation_rates([judgement.status for judgement in judgements]),
-    }
-    scores.update(_refused(samples))
-    scores.update(_guessed(samples))
-    passed = passes(samples, resamples, seed)
+    answers = _Answers.of(samples, options)
+    passed = passes(samples, options.resamples, options.seed)
+    scores = _of_answers(answers)
     scores["pass_at_k"] = {str(k): value for k, value in passed.values.items()}
+    of_lookup = _of_lookup(answers)
+    intervals: dict[str, Any] = {
+        "pass_at_k": {str(k): ends for k, ends in passed.intervals.items()},
+        LOOKUP: of_lookup.pop("ci95", {}),
+    }
+    scores[LOOKUP] = {"kinds": len(set(answers.kinds.names)), **of_lookup}
+    for kind in kinds:
+        block = _of_confidence(answers, kind)
+        ci95 = block.pop("ci95", {})
+        intervals["accuracy"] = ci95.pop("accuracy", None)
+        intervals[kind] = ci95
+        scores[kind] = block
+    accuracies = []
+    for repeat in answers.repeats:
+        rows = _samples_of_repeat(samples, repeat)
+        accuracies.append(metrics.accuracy([float(sample.correct) for sample in rows]))
+    scores["runs"] = _spread(accuracies)
+    if options.resamples:
+        scores["ci95"] = intervals
+    return scores
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Samples that are scored together: whether each is right, the name of its problem, the number
+    of each repeat, the kinds of problem, and what the fitted lookup says of each.
+    """
+
+    samples: Sequence[Sample]
+    options: _Options
+    correct: Sequence[float]
+    problems: Sequence[str]
+    repeats: Sequence[int]
+    kinds: ProblemKinds
+    lookup: Sequence[float | None]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], options: _Options) -> _Answers:
+        correct = [float(sample.correct) for sample in samples]
+        problems = ["/".join(sample.problem_key) for sample in samples]
+        kinds = kinds_of([sample.prompt for sample in samples], options.kinds_by)
+        return cls(
+            samples=samples,
+            options=options,
+            correct=correct,
+            problems=problems,
+            repeats=sorted({sample.response.sample_index for sample in samples}),
+            kinds=kinds,
+            lookup=_none_for_nan(fitted_lookup(correct, kinds.names, problems)),
+        )
+
+    def summarized(
+        self,
+        confidences: Sequence[float | None],
+        statuses: Sequence[str] | None = None,
+        ranking_only: bool = False,
+    ) -> dict[str, Any]:
+        """Return the metrics of confidences of these answers, with intervals if they are wanted."""
+        bootstrap = Bootstrap(
+            problem_ids=self.problems, resamples=self.options.resamples, seed=self.options.seed
+        )
+        return summarize(
+            confidences,
+            self.correct,
+            statuses,
+            bins=self.options.bins,
+            bootstrap=bootstrap,
+            ranking_only=ranking_only,
+            kinds=self.kinds.within(),
+        )
+
+
+def _of_answers(answers: _Answers) -> dict[str, Any]:
+    """Return what is said of answers whatever their confidence is."""
+    samples = answers.samples
+    judgements = [sample.judgement for sample in samples]
+    scores: dict[str, Any] = {
+        "accuracy": metrics.accuracy(answers.correct),
+        "n": len(samples),
+        "problems": len(set(answers.problems)),
+        "repeats": len(answers.repeats),
+        "mean_length": _mean([judgement.length for judgement in judgements]),
+        "truncated_rate": _mean([s.response.finish_reason == "length" for s in samples]),
+        "answer_rate": _mean([judgement.answer is not None for judgement in judgements]),
+        "parse_rate": metrics.parse_rate([judgement.confidence for judgement in judgements]),
+        **violation_rates([judgement.status for judgement in judgements]),
+        **_refused(samples),
+        **_guessed(samples, answers.options.kinds_by),
+    }
     thinking = [j.thinking_tokens for j in judgements if j.thinking_tokens]
     if thinking:
         scores["mean_thinking"] = _mean(thinking)
@@ -209,47 +353,43 @@ def _score(
         scores["categories"] = shares
     abstained = [judgement.abstained for judgement in judgements]
     if any(abstained):
-        scores["abstention"] = abstention_rates(correct, abstained)
-    lookup = lookup_confidence(samples)
-    scores["lookup"] = {
-        "kinds": len({(sample.prompt.task, sample.prompt.kind) for sample in samples}),
-        **summarize(lookup, correct),
-    }
-    intervals: dict[str, Any] = {
-        "pass_at_k": {str(k): ends for k, ends in passed.intervals.items()}
-    }
-    for kind in kinds:
-        confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
-        statuses = None
-        if kind == "verbal":
-            statuses = [judgement.status for judgement in judgements]
-        block = summarize(
-            confidences,
-            correct,
-            statuses,
-            bins=bins,
-            bootstrap=Bootstrap(problem_ids=problems, resamples=resamples, seed=seed),
-            ranking_only=kind in RANKING_ONLY,
-        )
-        ci95 = block.pop("ci95", {})
-        intervals["accuracy"] = ci95.pop("accuracy", None)
-        intervals[kind] = ci95
-        block["mean"] = block["mean_confidence"]
-        block["skill"] = math.nan
-        if kind not in RANKING_ONLY:
-            block["skill"] = skill(confidences, lookup, correct)
-        block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
-        block["curve"] = _coverage_curve(kind, confidences, correct)
-        block["runs"] = _per_run(samples, kind, repeats, bins)
-        scores[kind] = block
-    accuracies = []
-    for repeat in repeats:
-        rows = _samples_of_repeat(samples, repeat)
-        accuracies.append(metrics.accuracy([float(sample.correct) for sample in rows]))
-    scores["runs"] = _spread(accuracies)
-    if resamples:
-        scores["ci95"] = intervals
+        scores["abstention"] = abstention_rates(answers.correct, abstained)
     return scores
+
+
+def _of_lookup(answers: _Answers) -> dict[str, Any]:
+    """Return the metrics of the fitted lookup. By definition its skill is 0 and its AUROC within
+    kinds .5: that the folds of a kind have different numbers is noise, which runs against the
+    labels, since a fold with more right answers leaves fewer to the others.
+    """
+    summary = answers.summarized(answers.lookup)
+    summary["skill"] = 0.0
+    if summary["kinds_used"]:
+        summary["auroc_within"] = 0.5
+        if "ci95" in summary:
+            summary["ci95"]["auroc_within"] = [0.5, 0.5]
+    return summary
+
+
+def _of_confidence(answers: _Answers, kind: str) -> dict[str, Any]:
+    """Return the block of one kind of confidence: its metrics, bins and curve."""
+    samples = answers.samples
+    confidences = confidences_of(samples, kind)
+    statuses = None
+    if kind == "verbal":
+        statuses = [sample.judgement.status for sample in samples]
+    block = answers.summarized(confidences, statuses, ranking_only=kind in RANKING_ONLY)
+    block["mean"] = block["mean_confidence"]
+    block["skill"] = math.nan
+    if kind not in RANKING_ONLY:
+        block["skill"] = skill(confidences, answers.lookup, answers.correct)
+    if kind == "posthoc":
+        block["by"] = sorted({s.measures.posthoc_by for s in samples if s.measures.posthoc_by})
+    bins = metrics.bin_rows(confidences, answers.correct, answers.options.bins)
+    block["bins"] = bins_to_json(bins)
+    block["curve"] = _coverage_curve(kind, confidences, answers.correct)
+    block["runs"] = _per_run(answers, kind)
+    return block
 
 
 def _coverage_curve(
@@ -263,18 +403,17 @@ def _coverage_curve(
     return coverage_to_json(scored, outcomes)
 
 
-def _per_run(
-    samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int
-) -> dict[str, Any]:
+def _per_run(answers: _Answers, kind: str) -> dict[str, Any]:
     """Return the calibration metrics of single repeats: their mean and sample standard deviation
     over the repeats.
     """
-    values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
-    for repeat in repeats:
-        rows = _samples_of_repeat(samples, repeat)
-        confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
-        correct = [float(sample.correct) for sample in rows]
-        summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
+    values: dict[str, list[float]] = {name: [] for name in OF_CONFIDENCE}
+    without_intervals = replace(answers.options, resamples=0)
+    for repeat in answers.repeats:
+        rows = _samples_of_repeat(answers.samples, repeat)
+        summary = _Answers.of(rows, without_intervals).summarized(
+            confidences_of(rows, kind), ranking_only=kind in RANKING_ONLY
+        )
         for name, summaries in values.items():
             summaries.append(summary[name])
     return {name: _spread(summaries) for name, summaries in values.items()}
@@ -293,7 +432,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
-    names = [name for name in INTERVALS if name != "accuracy"]
     macro: dict[str, Any] = {
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
     }
@@ -305,7 +443,7 @@ def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) ->
     }
     for kind in kinds:
         means = {}
-        for name in names:
+        for name in OF_CONFIDENCE:
             values = [scores[kind][name] for scores in benchmarks.values()]
             means[name] = _spread(values)["mean"]
         macro[kind] = means
@@ -370,16 +508,17 @@ def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
     return found
 
 
-def by_kind(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """Return the scores of each kind of problem of one benchmark: ``n``, ``problems``,
-    ``accuracy``, and ``prompt_blind`` of this kind. Empty if the samples are of several benchmarks,
-    or have fewer than two kinds, or more than ``MOST_KINDS``.
+def by_kind(samples: Sequence[Sample], kinds_by: str = "") -> dict[str, dict[str, Any]]:
+    """Return the scores of each kind of problem (:func:`kinds_of`) of one benchmark: ``n``,
+    ``problems``, ``accuracy``, and ``prompt_blind`` of this kind. Empty if the samples are of
+    several benchmarks, or have fewer than two kinds, or more than ``MOST_KINDS``.
     """
     if len({sample.prompt.task for sample in samples}) != 1:
         return {}
     groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt.kind or NO_KIND, []).append(sample)
+    named = kinds_of([sample.prompt for sample in samples], kinds_by).names
+    for sample, (_, kind) in zip(samples, named, strict=True):
+        groups.setdefault(kind, []).append(sample)
     if not 2 <= len(groups) <= MOST_KINDS:
         return {}
     scores = {}
@@ -391,38 +530,6 @@ def by_kind(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
             "prompt_blind": prompt_blind(members),
         }
     return scores
-
-
-def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
-    """Return, for each sample, the accuracy on the other problems of its benchmark and kind, which
-    is the baseline that a calibrated method has to beat.
-
-    If the benchmark has no other problem of the kind, all its other problems count; None if there
-    are none.
-    """
-    groups: dict[tuple[str, ...], list[Sample]] = {}
-    for sample in samples:
-        prompt = sample.prompt
-        for group in (
-            (prompt.task,),
-            (prompt.task, str(prompt.kind)),
-            (prompt.task, "", prompt.prompt_id),
-        ):
-            groups.setdefault(group, []).append(sample)
-    right: dict[tuple[str, ...], int] = {}
-    for key, members in groups.items():
-        right[key] = sum(member.correct for member in members)
-
-    def others(sample: Sample) -> float | None:
-        prompt = sample.prompt
-        problem = (prompt.task, "", prompt.prompt_id)
-        for group in ((prompt.task, str(prompt.kind)), (prompt.task,)):
-            count = len(groups[group]) - len(groups[problem])
-            if count > 0:
-                return (right[group] - right[problem]) / count
-        return None
-
-    return [others(sample) for sample in samples]
 
 
 def skill(

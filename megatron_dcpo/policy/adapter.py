@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import build_scheduler
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
-from megatron_dcpo.weights.adapter_shape import adapter_shape, described
+from megatron_dcpo.weights.adapter_shape import adapter_shape, described, layer_of
 from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, read_low_rank, scale_key
 from megatron_dcpo.weights.table import hf_shapes
 
@@ -74,8 +74,7 @@ class Adapter:
         for gpt in policy.gpt:
             for layer in gpt.decoder.layers:
                 self._adapt(layer, layer.layer_number - 1)
-            if gpt.pre_process:
-                gpt.embedding.register_forward_hook(_with_gradient)
+        self._start_gradients()
 
     @contextmanager
     def inactive(self) -> Iterator[None]:
@@ -125,6 +124,20 @@ class Adapter:
         )
         down = self._low_rank(mlp + _ROW["mlp"])
         layer.mlp.linear_fc2.register_forward_hook(self._row(down))
+
+    def _start_gradients(self) -> None:
+        """Let the gradient's path begin at the input of the first adapted layer. If layers are
+        recomputed in groups it begins at the embeddings: what is recomputed has a gradient only if
+        its input does.
+        """
+        first = min(map(layer_of, self.shape.ranks))
+        in_groups = self.policy.config.recompute_granularity == "full"
+        for gpt in self.policy.gpt:
+            if gpt.pre_process and in_groups:
+                gpt.embedding.register_forward_hook(_with_gradient_behind)
+            for layer in gpt.decoder.layers:
+                if layer.layer_number - 1 == first and not in_groups:
+                    layer.register_forward_pre_hook(_with_gradient_before, with_kwargs=True)
 
     def _low_rank(self, module: str) -> LowRank | None:
         """Return the pair for ``module``, or None if the module is not adapted. The numbers are the
@@ -283,12 +296,19 @@ def _diagonal(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> Tensor:
     return torch.block_diag(*map(block, pairs, rows))
 
 
-def _with_gradient(module: Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """Start the gradient's path at the frozen embeddings: recomputed layers only have a gradient if
-    their input does.
-    """
+def _with_gradient_behind(module: Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Start the gradient's path at the output of a frozen module."""
     if torch.is_grad_enabled():
         output.requires_grad_()
+
+
+def _with_gradient_before(
+    module: Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    """Start the gradient's path at the input of a layer, unless it has begun."""
+    if torch.is_grad_enabled():
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        hidden.requires_grad_()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from megatron_dcpo.types import Prompt
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """``n`` responses per prompt. ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS.
+    """``n`` responses per prompt. ``temperature`` 0 is greedy: the most probable token, always.
+    ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS.
 
     ``raw_logprobs``: report log-probs of the raw logits instead of the distribution that was
     sampled (temperature, top-k, top-p). Training needs log-probs of the sampled distribution;

@@ -94,7 +94,7 @@ def _end_of_tokenizer(model_dir: Path) -> Iterator[int]:
         return
     has_vocabulary = any((model_dir / name).is_file() for name in _VOCABULARIES)
     if not has_vocabulary and read_json_object(path).get("eos_token") is None:
-        # A policy of token ids alone: its directory holds settings of a tokenizer, but no tokenizer.
+        # the directory of a policy of token ids has settings of a tokenizer at most
         return
     tokenizer = load_tokenizer(model_dir)
     end = turn_end(tokenizer)

@@ -517,8 +517,12 @@ def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tu
     ``random`` (float64 [B]).
 
     Returns token ids [B] and their log-probs (fp32 [B]) under the distribution that was sampled:
-    temperature, then top-k, then top-p applied, and renormalized.
+    temperature, then top-k, then top-p applied, and renormalized. At temperature 0 it is the most
+    probable token, whose log-prob is 0.
     """
+    if sampling.temperature == 0:
+        token = logits.argmax(dim=-1)
+        return token, torch.zeros(len(token), dtype=torch.float32, device=logits.device)
     z = logits.float() / sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:
         z = _truncate(z, sampling.top_k, sampling.top_p)

@@ -28,7 +28,7 @@ _EVENTS = b"text/event-stream"
 _NOT_TEXT = b"\xef\xbb\xbf \t\r\n"  # before the first character of a body
 
 
-class ScoredAnswer:
+class ServedAnswer:
     """``refused`` is the body of a refusal that nobody has seen yet, because the client's own
     request may not be refused. ``status`` is the one that is counted.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn
-from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, task_column
+from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, reads_states, task_column
 
 # the names under which an upstream knows each of its models
 Names = Mapping[str, Sequence[str]]
@@ -64,9 +64,14 @@ class Calibrator:
         """Return the name of the label from which the task is read, None if it reads none."""
         return task_column(self.predictor.source)
 
+    @property
+    def tasks(self) -> list[str]:
+        """Return the tasks whose answers were fitted, for a predictor that reads the task."""
+        return [str(task) for task in self.predictor.weights["tasks"].tolist()]
+
     def knows_task(self, task: str) -> bool:
         """Return whether answers to this task were fitted."""
-        return task in self.predictor.weights["tasks"].tolist()
+        return task in self.tasks
 
     def completed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body with the sampling options of the fit, as far as the client has left them
@@ -115,6 +120,11 @@ def load_calibrator(path: str | Path, accept_mismatch: bool = False) -> Calibrat
     answer, and for one that does not say what it was fitted on, unless mismatches are accepted.
     """
     predictor = Posthoc.load(path)
+    if reads_states(predictor.source):
+        raise UserError(
+            f"{path}: it reads the model's states, which no server sends; fit another one, for "
+            "instance dcpo calibrate --features task"
+        )
     if predictor.source in _NEEDS_OTHERS:
         raise UserError(
             f"{path}: it reads {predictor.source}, which a single answer does not have; fit "

@@ -18,7 +18,7 @@ class ServerEndsError(UpstreamError):
     status = _UNAVAILABLE
 
 
-class ServerEnd:
+class Shutdown:
     """Knows the requests under way. ``has_begun`` says that no new ones are taken, ``is_over`` that
     the time for those under way is over.
     """

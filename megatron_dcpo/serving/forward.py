@@ -28,7 +28,7 @@ from megatron_dcpo.serving.asgi import (
     whole_body,
 )
 from megatron_dcpo.serving.asking import PATHS
-from megatron_dcpo.serving.limits import ServingLimits
+from megatron_dcpo.serving.limits import ServeLimits
 from megatron_dcpo.serving.targets import checked_target
 
 # they are about one connection, not about what travels over it
@@ -62,9 +62,9 @@ class Forward:
     """
 
     def __init__(
-        self, url: str, limits: ServingLimits | None = None, api_key: str | None = None
+        self, url: str, limits: ServeLimits | None = None, api_key: str | None = None
     ) -> None:
-        self.limits = limits or ServingLimits()
+        self.limits = limits or ServeLimits()
         self.api_key = api_key
         self.url = httpx2.URL(url.rstrip("/"))
         self.version_path = self.url.raw_path.rstrip(b"/")

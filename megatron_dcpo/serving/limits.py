@@ -12,7 +12,7 @@ _MB = 1 << 20
 
 
 @dataclass(frozen=True)
-class ServingLimits:
+class ServeLimits:
     """``request_bytes``, ``reply_bytes`` and ``event_bytes`` are those of one body, one answer that
     is read, and one event of a stream. ``body_seconds`` is the time for a request's body.
     ``concurrent`` requests are passed on at a time and ``waiting`` wait; ``held_bytes`` is the size
@@ -36,7 +36,7 @@ class TooManyError(Exception):
 class Gate:
     """Lets a limited number of requests through at a time, and a limited number wait."""
 
-    def __init__(self, limits: ServingLimits) -> None:
+    def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
         self.present = 0
         self.held_bytes = 0

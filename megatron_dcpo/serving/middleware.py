@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-from megatron_dcpo.serving.answering import ScoredAnswer
+from megatron_dcpo.serving.answering import ServedAnswer
 from megatron_dcpo.serving.asgi import (
     App,
     BadRequestError,
@@ -89,7 +89,7 @@ class ConfidenceMiddleware:
                 await send_error(send, _status_of(error), str(error))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request for completions."""
+        """ServedAnswer a request for completions."""
         begun = time.perf_counter()
         service = self.service
         status = _LEFT
@@ -124,13 +124,13 @@ class ConfidenceMiddleware:
         """Send a request on and its answer back; return the status. A request that is refused only
         because log-probs were asked for is sent again as the client made it.
         """
-        answer = ScoredAnswer(self.service, asked, self._score(asked, scope), send)
+        answer = ServedAnswer(self.service, asked, self._score(asked, scope), send)
         await answer.of(self.app, scope, receive)
         if answer.refused is None:
             return answer.status
         reason = f"no_logprobs: the upstream refuses log-probs ({answer.why_refused})"
         plain_asked = asked.without_logprobs(reason)
-        plain = ScoredAnswer(self.service, plain_asked, self._score(plain_asked, scope), send)
+        plain = ServedAnswer(self.service, plain_asked, self._score(plain_asked, scope), send)
         await plain.of(self.app, scope, receive)
         if plain.status == 200:
             self.service.refusals.remember(asked, reason)

@@ -16,7 +16,7 @@ from megatron_dcpo.runtime.served_models import ModelRow
 from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.arguments import add_scoring_arguments
 from megatron_dcpo.serving.calibrator import Calibrator, Names, load_calibrator
-from megatron_dcpo.serving.limits import ServingLimits
+from megatron_dcpo.serving.limits import ServeLimits
 from megatron_dcpo.serving.scorer import Scorer, choose_threshold, form_of_fit
 from megatron_dcpo.serving.service import Service, build_service
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -104,5 +104,5 @@ def service_from_environment() -> Service:
     if args.adapter:
         reader = AdapterReader(args.adapter, base="", marker=scorer.marker)
     # how many requests it takes at a time is the server's affair
-    limits = ServingLimits(concurrent=_NO_LIMIT, held_bytes=_NO_LIMIT)
+    limits = ServeLimits(concurrent=_NO_LIMIT, held_bytes=_NO_LIMIT)
     return build_service(scorer, REGISTRY, reader=reader, is_proxy=False, limits=limits)

@@ -11,7 +11,7 @@ from megatron_dcpo.serving import exact_json
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.hiding import hide_logprobs
-from megatron_dcpo.serving.limits import LONGEST_ID, ServingLimits
+from megatron_dcpo.serving.limits import LONGEST_ID, ServeLimits
 from megatron_dcpo.serving.scorer import Scored, Scorer
 
 # returns the confidence of a choice, given its index and what of it could not be read
@@ -34,7 +34,7 @@ class Scoring:
     scorer: Scorer
     score: Score
     told: Told
-    limits: ServingLimits = field(default_factory=ServingLimits)
+    limits: ServeLimits = field(default_factory=ServeLimits)
 
 
 async def scored_reply(content: bytes, scoring: Scoring) -> bytes:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_dcpo.serving.asgi import App
-from megatron_dcpo.serving.ending import ServerEnd
+from megatron_dcpo.serving.ending import Shutdown
 
 # for the words that a request under way is told when the server ends
 _LAST_SECONDS = 2
@@ -115,7 +115,7 @@ class ProxyServer(uvicorn.Server):
     at the second SIGINT at once.
     """
 
-    def __init__(self, config: uvicorn.Config, ending: ServerEnd, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, ending: Shutdown, grace: float) -> None:
         super().__init__(config)
         self.ending = ending
         self.grace = grace
@@ -132,7 +132,7 @@ class ProxyServer(uvicorn.Server):
 
 def server_of(
     app: App,
-    ending: ServerEnd,
+    ending: Shutdown,
     grace: float,
     timeouts: Timeouts | None = None,
     parser: type[_Timed] = TimedHttpTools,

@@ -19,10 +19,10 @@ from starlette.routing import Route, Router
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.asking import read_body
-from megatron_dcpo.serving.calibrator import PLAIN, Names
-from megatron_dcpo.serving.ending import ServerEnd
+from megatron_dcpo.serving.calibrator import PLAIN, Calibrator, Names
+from megatron_dcpo.serving.ending import Shutdown
 from megatron_dcpo.serving.feedback import MOST_ANSWERS, Feedback, UnknownAnswerError
-from megatron_dcpo.serving.limits import Gate, ServingLimits
+from megatron_dcpo.serving.limits import Gate, ServeLimits
 from megatron_dcpo.serving.metrics import ServingMetrics
 from megatron_dcpo.serving.refusals import Refusals
 from megatron_dcpo.serving.replies import error_body
@@ -51,10 +51,10 @@ class Service:
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
     reader: AdapterReader | None = None
-    limits: ServingLimits = field(default_factory=ServingLimits)
-    gate: Gate = field(default_factory=lambda: Gate(ServingLimits()))
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    gate: Gate = field(default_factory=lambda: Gate(ServeLimits()))
     refusals: Refusals = field(default_factory=Refusals)
-    ending: ServerEnd = field(default_factory=ServerEnd)
+    ending: Shutdown = field(default_factory=Shutdown)
 
 
 def build_service(
@@ -63,12 +63,14 @@ def build_service(
     names: Names | None = None,
     reader: AdapterReader | None = None,
     is_proxy: bool = True,
-    limits: ServingLimits | None = None,
+    limits: ServeLimits | None = None,
+    example: str = "",
 ) -> Service:
     """Return the service of a proxy, with a page and its metrics; or of a middleware, whose
-    application shows the metrics of its ``registry`` itself.
+    application shows the metrics of its ``registry`` itself. ``example`` is a question that the
+    page offers.
     """
-    limits = limits or ServingLimits()
+    limits = limits or ServeLimits()
     feedback = Feedback()
     fitted = None
     if scorer.calibrator is not None and scorer.calibrator.record is not None:
@@ -77,7 +79,10 @@ def build_service(
     verdicts = _feedback_page(feedback)
     routes = [Route("/feedback", verdicts, methods=["GET", "POST"])]
     if is_proxy:
-        routes += [Route("/metrics", _metrics_page(registry)), Route("/", _question_page(scorer))]
+        routes += [
+            Route("/metrics", _metrics_page(registry)),
+            Route("/", _question_page(scorer, example)),
+        ]
     return Service(
         scorer=scorer,
         metrics=metrics,
@@ -158,19 +163,40 @@ def _metrics_page(registry: CollectorRegistry) -> Page:
     return page
 
 
-def _question_page(scorer: Scorer) -> Page:
-    """Return what answers ``/``: a page that asks as the predictor was fitted."""
-    api = "chat"
-    instruction = ""
-    fitted_on = None
-    if scorer.calibrator is not None:
-        fitted_on = scorer.calibrator.fitted_on
-    if fitted_on is not None:
-        if set(fitted_on.templates) == {PLAIN}:
-            api = "completions"
-        if fitted_on.instructions and len(fitted_on.instructions[0]) == 1:
-            instruction = fitted_on.instructions[0][0]
-    given = json.dumps({"api": api, "instruction": instruction}).replace("<", "\\u003c")
+def _asked_as_fitted(calibrator: Calibrator | None) -> dict[str, object]:
+    """Return how the page has to ask so that answers are like those that were fitted: which
+    ``api``, with what ``instruction``, and of which ``kinds`` a question may be, by the ``column``
+    of the metadata. ``source`` is the predictor in words.
+    """
+    asked: dict[str, object] = {
+        "api": "chat",
+        "instruction": "",
+        "column": "",
+        "kinds": [],
+        "source": "an adapter of the model",
+    }
+    if calibrator is None:
+        return asked
+    asked["source"] = calibrator.name
+    if calibrator.column is not None:
+        asked["column"] = calibrator.column
+        asked["kinds"] = calibrator.tasks
+    fitted_on = calibrator.fitted_on
+    if fitted_on is None:
+        return asked
+    if set(fitted_on.templates) == {PLAIN}:
+        asked["api"] = "completions"
+    if fitted_on.instructions and len(fitted_on.instructions[0]) == 1:
+        asked["instruction"] = fitted_on.instructions[0][0]
+    return asked
+
+
+def _question_page(scorer: Scorer, example: str) -> Page:
+    """Return what answers ``/``: a page that asks as the predictor was fitted, and offers an
+    ``example`` of a question, "" for none.
+    """
+    asked = {**_asked_as_fitted(scorer.calibrator), "example": example}
+    given = json.dumps(asked).replace("<", "\\u003c")
     html = _PAGE.read_text(encoding="utf-8").replace("{{given}}", given)
 
     async def page(request: HttpRequest) -> HttpResponse:

@@ -10,13 +10,13 @@ which one position scores all its last tokens.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_dcpo.evaluation.before_number import tokens_of_numbers
 from megatron_dcpo.objectives.expected_brier import score
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
@@ -56,27 +56,27 @@ class Candidates:
     def of(cls, tokenizer: PreTrainedTokenizerBase, marker: str, decimals: int = 2) -> Candidates:
         """Return the numbers from 0 to 1 with so many ``decimals``, as ``tokenizer`` cuts them."""
         confidences = np.arange(10**decimals + 1) / 10**decimals
-        texts = [f"{confidence:.{decimals}f}" for confidence in confidences]
-        paths = [
-            tuple(tokenizer.encode(f"{marker} Confidence: {text}", add_special_tokens=False))
-            for text in texts
-        ]
-        same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False))
-        common = len(list(same))
-        # a position that scores the first token of the number has to be left
-        common = min(common, min(map(len, paths)) - 1)
+        opening, numbers = tokens_of_numbers(tokenizer, marker, decimals)
         members: dict[tuple[int, ...], list[int]] = {}
-        for place, path in enumerate(paths):
-            members.setdefault(path[common:-1], []).append(place)
+        for place, tokens in enumerate(numbers):
+            members.setdefault(tokens[:-1], []).append(place)
         branches = tuple(
             Branch(
                 before=before,
-                last=tuple(paths[place][-1] for place in places),
+                last=tuple(numbers[place][-1] for place in places),
                 places=tuple(places),
             )
             for before, places in members.items()
         )
-        return cls(confidences=confidences, opening=paths[0][:common], branches=branches)
+        return cls(confidences=confidences, opening=opening, branches=branches)
+
+    def path_of(self, target: float) -> tuple[int, ...]:
+        """Return the tokens of the confidence that is nearest to ``target``, behind ``opening``."""
+        nearest = int(np.abs(self.confidences - target).argmin())
+        for branch in self.branches:
+            if nearest in branch.places:
+                return (*branch.before, branch.last[branch.places.index(nearest)])
+        raise AssertionError("every confidence is in a branch")
 
 
 @dataclass(frozen=True)
@@ -145,22 +145,8 @@ class JudgedAnswer:
             found.append(
                 CandidateSample(
                     prompt=prompt,
-                    response=Response(
-                        prompt_id=self.name,
-                        sample_index=index,
-                        token_ids=ids,
-                        logprobs=np.zeros(len(ids), np.float32),
-                        finish_reason="stop",
-                        weights_version=0,
-                    ),
-                    judgement=Judgement(
-                        prompt_id=self.name,
-                        correct=self.target,
-                        confidence=None,
-                        status="missing",
-                        boundary=0,
-                        length=len(ids),
-                    ),
+                    response=_unsampled(self.name, index, ids),
+                    judgement=_unstated(self.name, self.target, len(ids)),
                     R=self.target,
                     block_ids=np.where(is_last, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8),
                     advantages=last_scores,
@@ -194,3 +180,74 @@ class JudgedAnswer:
             path = values[:count].sum() + values[count:]
             found[list(branch.places)] = np.exp(path)
         return found
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """An answer whose confidence is learned as text, by the cross-entropy of one number: the one
+    nearest to the ``target`` of ``answer``. One sequence, where :class:`JudgedAnswer` has one for
+    each branch.
+    """
+
+    answer: JudgedAnswer
+
+    @property
+    def weight(self) -> float:
+        """Return what the answer counts in the mean over a step."""
+        return self.answer.weight
+
+    def samples(self) -> list[TrainingSample]:
+        """Return one sample, whose response is the number."""
+        answer = self.answer
+        ids = np.array(answer.candidates.path_of(answer.target), np.int64)
+        return [
+            CandidateSample(
+                prompt=Prompt(
+                    prompt_id=answer.name,
+                    messages=(),
+                    token_ids=answer.token_ids,
+                    ground_truth="",
+                    task="",
+                ),
+                response=_unsampled(answer.name, 0, ids),
+                judgement=_unstated(answer.name, answer.target, len(ids)),
+                R=answer.target,
+                block_ids=np.full(len(ids), BLOCK_CONFIDENCE, np.int8),
+                advantages=np.zeros(len(ids)),
+                weights=np.ones(len(ids)),
+                before=tuple(ids[:-1].tolist()),
+            )
+        ]
+
+    def digest(self) -> bytes:
+        """Return a digest of its tokens and its number."""
+        number = np.array(self.answer.candidates.path_of(self.answer.target), np.int64)
+        return hashlib.sha256(self.answer.digest() + number.tobytes()).digest()
+
+    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
+        """Return the cross-entropy of the number in nats, at the log-probs of :meth:`samples`."""
+        return -float(logprobs[0].astype(np.float64).sum())
+
+
+def _unsampled(name: str, index: int, ids: np.ndarray) -> Response:
+    """Return tokens that nobody sampled as a response."""
+    return Response(
+        prompt_id=name,
+        sample_index=index,
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop",
+        weights_version=0,
+    )
+
+
+def _unstated(name: str, target: float, length: int) -> Judgement:
+    """Return the judgement of tokens that nobody sampled."""
+    return Judgement(
+        prompt_id=name,
+        correct=target,
+        confidence=None,
+        status="missing",
+        boundary=0,
+        length=length,
+    )

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import abstention_rates, summarize
+from megatron_dcpo.calibration.summary import OF_CONFIDENCE
+from megatron_dcpo.evaluation.kinds import kinds_of
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.batching import sequence_length
@@ -47,6 +49,7 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
         [judgement.confidence for judgement in judgements],
         [judgement.correct for judgement in judgements],
         statuses=[judgement.status for judgement in judgements],
+        kinds=kinds_of([sample.prompt for sample in samples]).within(),
     )
     R_c = np.array([sample.R_c for sample in samples])
     mean_R_c = float(np.nanmean(R_c)) if np.isfinite(R_c).any() else math.nan
@@ -66,10 +69,7 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
         **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
         "format/no_answer": float(np.mean(without_answer)),
         **verifier_metrics(judgements),
-        "calibration/ece": summary["ece"],
-        "calibration/pce": summary["pce"],
-        "calibration/brier": summary["brier"],
-        "calibration/auroc": summary["auroc"],
+        **{f"calibration/{name}": summary[name] for name in OF_CONFIDENCE},
         "length/mean": float(np.mean(lengths)),
         "length/max": int(max(lengths)),
         **thinking_metrics(judgements),

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from megatron_dcpo.evaluation.run_description import seconds_left
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -46,18 +48,16 @@ class Progress:
             return
         logger.info("step %d/%d  %s  %s  %s%s", step, self.steps, line, details, speed, note)
 
-    def log_step(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> None:
-        """Show the row of a step of RL."""
-        left = ""
-        if seconds_left:
-            left = f"  {timedelta(seconds=round(seconds_left))} left"
+    def log_step(self, step: int, metrics: Mapping[str, Any], left: str) -> None:
+        """Show the row of a step of RL, and what is ``left`` of the time."""
         probed = ""
         if metrics["grad_norm/reasoning"] >= 0:  # it is NaN without the probe
             probed = ", the gradient probe's pass included"
         self.show(
             step,
             line=(
-                f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
+                f"acc {metrics['reward/accuracy']:.3f}  {_score(metrics)}"
+                f"conf {metrics['confidence/mean']:.3f}  "
                 f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
                 f"length {metrics['length/mean']:.0f}"
             ),
@@ -71,6 +71,20 @@ class Progress:
         line = validation_line(metrics)
         if line:
             logger.info("step %d  held out: %s", step, line)
+
+
+def time_left(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """Return how long the ``steps`` that are left will take, in words; "" if it is not known."""
+    seconds = seconds_left(rows, steps)
+    return f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
+
+
+def _score(metrics: Mapping[str, Any]) -> str:
+    """Return the mean score of a verifier that gives partial credit, in words; "" without one."""
+    score = metrics.get("verifier/score")
+    if score is None or abs(score - metrics["reward/accuracy"]) < 1e-9:
+        return ""
+    return f"score {score:.3f}  "
 
 
 def validation_line(metrics: Mapping[str, Any]) -> str:

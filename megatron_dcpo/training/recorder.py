@@ -20,7 +20,6 @@ from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.evaluation.problems import named_sources
-from megatron_dcpo.evaluation.run_description import seconds_left
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.objectives import find_method
 from megatron_dcpo.planning.machine import Machine
@@ -38,6 +37,7 @@ from megatron_dcpo.training.metrics import (
     utilization,
 )
 from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
+from megatron_dcpo.training.progress import time_left
 from megatron_dcpo.training.records import Records, logged_rows, why_refused
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings, warnings_of_the_start
@@ -207,8 +207,8 @@ class Recorder(Records):
         self.warned = new_warnings(self.directory, self.rows)
         for text in self.warned:
             logger.warning("step %d: %s", step, text)
-        remaining = seconds_left(self.rows, self.config.training.steps - step)
-        self.progress.log_step(step, metrics, remaining)
+        left = time_left(self.rows, self.config.training.steps - step)
+        self.progress.log_step(step, metrics, left)
 
     def _samples_are_due(self, step: int) -> bool:
         interval = self.config.logging.samples_interval

@@ -51,6 +51,7 @@ from megatron_dcpo.training import provenance
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import check_architecture, check_processes
+from megatron_dcpo.training.progress import time_left
 from megatron_dcpo.training.records import Records, why_refused
 from megatron_dcpo.training.run import build_optimizer, build_saver, open_topology, start_watch
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
@@ -237,6 +238,7 @@ class SupervisedRecords(Records):
             line=line,
             speed=f"{row['tokens/s/train']:,.0f} tokens/s",
             details=f"{row['time/step']:.2f} s",
+            note=time_left(self.rows, self.progress.steps - step),
         )
 
 

@@ -113,20 +113,42 @@ def adapter_shape(config: AdapterConfig, arch: Architecture) -> AdapterShape:
     targets = config.targets or PROJECTIONS
     rank = config.rank or RANK
     alpha = config.alpha or ALPHA
-    modules = [name.removesuffix(".weight") for name in adapted(arch, targets)]
+    first = _first_layer(config.layers, arch)
+    modules = [
+        name.removesuffix(".weight") for name in adapted(arch, targets) if layer_of(name) >= first
+    ]
     return AdapterShape(
         ranks=dict.fromkeys(modules, rank), scales=dict.fromkeys(modules, alpha / rank)
     )
 
 
+def _first_layer(layers: str | None, arch: Architecture) -> int:
+    """Return the number of the first adapted layer, counted from 0, by ``model.adapter.layers``."""
+    if layers is None:
+        return 0
+    count = int(layers.removeprefix("last "))
+    if count > arch.num_layers:
+        raise UserError(
+            f"model.adapter.layers={layers}: the model has {arch.num_layers} layers; name as many "
+            "at most"
+        )
+    return arch.num_layers - count
+
+
+def layer_of(module: str) -> int:
+    """Return the number of the layer in the name of a module or tensor (``model.layers.3.mlp``)."""
+    return int(module.split(".")[2])
+
+
 def described(config: AdapterConfig) -> dict[str, Any]:
     """Return the options of ``model.adapter``, with the values of those that are not set."""
     if config.path:
-        return {"rank": None, "alpha": None, "targets": None, "path": config.path}
+        return {"rank": None, "alpha": None, "targets": None, "layers": None, "path": config.path}
     return {
         "rank": config.rank or RANK,
         "alpha": config.alpha or ALPHA,
         "targets": tuple(config.targets or PROJECTIONS),
+        "layers": config.layers,
         "path": "",
     }
 

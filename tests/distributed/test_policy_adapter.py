@@ -49,6 +49,8 @@ def one(tiny_models, tmp_path_factory):
         {"parallel": {}},
         {"parallel": {"recompute_granularity": "full"}, "separable": False},
         {"parallel": {}, "targets": SOME, "bucket_bytes": 1 << 18},
+        {"parallel": {}, "layers": "last 1"},
+        {"parallel": {"recompute_granularity": "full"}, "layers": "last 1"},
     ]
     out = tmp_path_factory.mktemp("one")
     return torchrun(
@@ -75,6 +77,7 @@ def trained_by_hand(model_dir, started, targets):
     )
     weights = {name: p.detach() for name, p in model.named_parameters()}
     modules = [n.removesuffix(".weight") for n in weights if n.split(".")[-2] in targets]
+    modules = [module for module in modules if module in started]  # not of every layer
     A = {m: started[m].requires_grad_() for m in modules}
     B = {m: torch.zeros(weights[f"{m}.weight"].shape[0], RANK).requires_grad_() for m in modules}
     adam = torch.optim.AdamW([*A.values(), *B.values()], lr=LR, eps=1e-4, weight_decay=0.0)
@@ -111,9 +114,19 @@ def trained_by_hand(model_dir, started, targets):
     return losses, pairs, rows, merged()
 
 
-@pytest.mark.parametrize(("which", "targets"), [(0, PROJECTIONS), (2, SOME)])
+@pytest.mark.parametrize(
+    ("which", "targets"), [(0, PROJECTIONS), (2, SOME), (3, PROJECTIONS), (4, PROJECTIONS)]
+)
 def test_it_learns_what_hugging_faces_model_learns(one, which, targets, tiny_models):
     learned(one[which], tiny_models("qwen3", True), targets)
+
+
+@pytest.mark.parametrize("which", [3, 4])
+def test_only_the_layers_on_top_are_adapted(one, which, tiny_models):
+    layers = {name.split(".")[2] for name in one[which]["adapter"]}
+    every_layer = {name.split(".")[2] for name in one[0]["adapter"]}
+    assert len(every_layer) > 1
+    assert layers == {max(every_layer, key=int)}
 
 
 def test_with_norms_behind_the_adapted_layers(gemma, tiny_models):

@@ -49,6 +49,8 @@ def changed(sample: Sample, **fields: Any) -> Sample:
     parts = {}
     for part in dataclasses.fields(sample):
         record = getattr(sample, part.name)
+        if part.name == "state":
+            continue
         names = {field.name for field in dataclasses.fields(record)}
         parts[part.name] = replace(record, **{k: v for k, v in fields.items() if k in names})
     return replace(sample, **parts)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 
 from megatron_dcpo.serving.asking import Asked
-from megatron_dcpo.serving.limits import ServingLimits
+from megatron_dcpo.serving.limits import ServeLimits
 from megatron_dcpo.serving.replies import Scoring, scored_reply
 from megatron_dcpo.serving.scorer import Scored, Scorer
 from megatron_dcpo.serving.streams import Stream
@@ -32,7 +32,7 @@ def scoring_with(scorer: Scorer, asked: Asked, **limits: Any) -> Scoring:
     def told(name: str, index: int, scored: Scored) -> None:
         """Nobody listens."""
 
-    return Scoring(asked, scorer, score, told, ServingLimits(**limits))
+    return Scoring(asked, scorer, score, told, ServeLimits(**limits))
 
 
 def scored_whole(reply: Any, scoring: Scoring) -> Any:

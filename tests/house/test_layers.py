@@ -29,7 +29,7 @@ LAYERS = (
     ("policy", "rollout", "conversion"),
     ("checkpoints", "planning", "evaluation"),
     ("training", "serving"),
-    ("cli",),
+    ("cli", "api"),
 )
 LAYER = {
     subpackage: layer for layer, subpackages in enumerate(LAYERS) for subpackage in subpackages

@@ -7,8 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_dcpo.evaluation.samples import read_samples
+from megatron_dcpo.evaluation.states import with_states
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run
 
@@ -32,6 +37,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--benchmarks", f"train={QUICKSTART / 'data' / 'train.jsonl'}"),
         *["--template", "raw", "--limit", "40", "--repeats", "2", "--max-tokens", "32"],
         *["--engine", "transformers", "--resamples", "0", "--temperature", "1", "--top-p", "1"],
+        *["--keep", "states"],
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return out / "samples.jsonl"
@@ -55,8 +61,9 @@ def fitted(answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = calibrate(answers, directory, "--json", *FAST)
     assert done.returncode == 0, done.stderr[-2000:]
     scores = json.loads(done.stdout)["held_out"]
-    assert scores["adapter"]["n"] == scores["verbal"]["n"]
-    assert scores["adapter"]["accuracy"] == scores["verbal"]["accuracy"]
+    assert list(scores) == ["verbal", "token", "adapter, mean", "adapter, greedy", "lookup"]
+    assert scores["adapter, mean"]["n"] == scores["verbal"]["n"]
+    assert scores["adapter, mean"]["accuracy"] == scores["verbal"]["accuracy"]
     return directory
 
 
@@ -96,6 +103,7 @@ def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) 
     after = [json.loads(line) for line in out.read_text().splitlines()]
     for old, new in zip(before, after, strict=True):
         confidence = new.pop("posthoc_confidence", None)
+        assert new.pop("posthoc_by") == "adapter, mean"
         assert new == old
         assert (confidence is None) == (old["finish_reason"] != "stop")
         assert confidence is None or 0 <= confidence <= 1
@@ -117,11 +125,50 @@ def changed(samples: Path, out: Path, change: Any, lines: int | None = None) -> 
     return out
 
 
-def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path) -> None:
-    done = calibrate(answers, tmp_path / "run", "--teacher", "logistic", "--held-out", "0", *FAST)
+def test_kept_states_are_those_of_transformers(answers: Path) -> None:
+    """Of the last layer, after the final norm, at the last token before the number."""
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    samples = with_states(read_samples(answers), answers)
+    compared = [sample for sample in samples if sample.state is not None][:5]
+    assert compared
+    for sample in compared:
+        answer = (sample.response.text or "").partition("<conf>")[0].rstrip()
+        text = f"{sample.prompt.problem}{answer}\n<conf> Confidence: "
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+        np.testing.assert_allclose(sample.state, hidden[0, -1].numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("teacher", ["task", "stack"])
+def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path, teacher: str) -> None:
+    done = calibrate(answers, tmp_path / "run", "--teacher", teacher, "--held-out", "0", *FAST)
     assert done.returncode == 0, done.stderr[-2000:]
     described = json.loads((tmp_path / "run" / "confidence.json").read_text())
-    assert (described["teacher"], described["answers"]) == ("logistic", 80)
+    assert (described["teacher"], described["answers"]) == (teacher, 80)
+
+
+def test_a_number_learned_as_text_is_read_out_greedily(answers: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    done = calibrate(answers, directory, "--target", "text", "--held-out", "0", *FAST)
+    assert done.returncode == 0, done.stderr[-2000:]
+    described = json.loads((directory / "confidence.json").read_text())
+    assert (described["target"], sum(described["kinds"].values())) == ("text", 80)
+    logged = metrics(directory)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    out = tmp_path / "with.jsonl"
+    done = run(
+        "calibrate",
+        *("--apply", directory, "--read", "greedy", "--json"),
+        *("--samples", answers, "--out", out, "model.params_dtype=fp32"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["read"] == "greedy"
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["posthoc_by"] for row in rows} == {"adapter, greedy"}
+    stated = [row["posthoc_confidence"] for row in rows if "posthoc_confidence" in row]
+    assert all(round(100 * value) == pytest.approx(100 * value) for value in stated)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +199,14 @@ def test_options_of_the_adapter_are_refused_elsewhere(
     answers: Path, fitted: Path, tmp_path: Path
 ) -> None:
     for arguments, named in (
-        (["--kind", "logistic", "--teacher", "logistic"], "--teacher"),
+        (["--kind", "logistic", "--teacher", "task"], "--teacher"),
         (["--kind", "isotonic", "optimizer.lr=1"], "optimizer.lr"),
         (["--kind", "adapter"], "--model"),
         (["--apply", str(tmp_path)], "confidence.json"),
         (["--apply", str(fitted), "--teacher", "correct"], "--teacher"),
+        (["--apply", str(fitted), "--target", "text"], "--target"),
+        (["--kind", "adapter", "--model", str(POLICY), "--read", "mean"], "--read"),
+        (["--kind", "platt", "--target", "text"], "--target"),
     ):
         done = run("calibrate", *("--samples", answers, "--out", tmp_path / "out.npz"), *arguments)
         assert done.returncode == 2

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_dcpo.codec import NO_TOKENS
+from megatron_dcpo.data.datasets import labels_of
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.evaluation.foreign.answered import (
@@ -129,6 +130,7 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
                     task=task,
                     problem=one.problem,
                     kind=one.kind,
+                    labels=one.labels,
                 ),
                 response=Response(
                     prompt_id=one.group,
@@ -191,6 +193,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             problem=str(values.get("problem") or ""),
             task=str(values.get("task") or ""),
             kind=str(values["kind"]) if values.get("kind") is not None else None,
+            labels=labels_of(row),
         )
 
 

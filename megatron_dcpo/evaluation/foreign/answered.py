@@ -33,7 +33,8 @@ _END_TOKEN = re.compile(r"\s*<(\|im_end\||\|endoftext\||\|eot_id\||/s|end_of_tur
 class Answered:
     """One answered problem of a log. ``group`` names the problem, ``correct`` is a verdict in
     [0, 1], and ``confidence`` None if only the text may state one. ``probability`` is what
-    the model gives its answer, where the log knows it.
+    the model gives its answer, where the log knows it. ``labels`` are columns of the log that
+    may name a kind of problem.
     """
 
     group: str
@@ -46,6 +47,7 @@ class Answered:
     kind: str | None = None
     probability: float | None = None
     finished: bool = True
+    labels: Mapping[str, str] | None = None
 
 
 def verdict(value: object, where: str) -> float:

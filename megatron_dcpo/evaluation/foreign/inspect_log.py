@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.data.datasets import kind_of_row, labels_of
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.foreign.answered import (
     Answered,
@@ -150,6 +151,7 @@ def _answered_of_sample(
     choices = output.get("choices") or [{}]
     text = output.get("completion") or content_of(choices[0].get("message", {}))
     target = sample.get("target") or ""
+    about = sample.get("metadata") or {}
     return Answered(
         group=str(sample.get("id")),
         correct=correct,
@@ -158,5 +160,7 @@ def _answered_of_sample(
         problem=last_content(sample.get("input")),
         answer=target if isinstance(target, str) else ", ".join(map(str, target)),
         task=task,
+        kind=kind_of_row(about),
+        labels=labels_of(about),
         finished=choices[0].get("stop_reason", "stop") in _COMPLETE,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.data.datasets import kind_of_row, labels_of
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.foreign.answered import Answered, last_content, share_of_best, verdict
@@ -50,7 +51,9 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
             problem=_first_text(document, ("question", "problem", "query", "input")),
             answer=str(row.get("target") or ""),
             task=task,
+            kind=kind_of_row(document),
             probability=probability,
+            labels=labels_of(document),
         )
     _report_filters(file, counts, filter_name)
 

@@ -47,7 +47,10 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
     config = dataclasses.replace(config, training=TrainingConfig(steps=100))
     policy = build_policy(config.model, parallel, topology, training=False)
     shape = AdapterConfig(
-        rank=RANK, alpha=ALPHA, targets=tuple(setting.get("targets", PROJECTIONS))
+        rank=RANK,
+        alpha=ALPHA,
+        targets=tuple(setting.get("targets", PROJECTIONS)),
+        layers=setting.get("layers"),
     )
     optimizer = AdapterOptimizer(Adapter(policy, shape), config)
     adapter, samples = optimizer.adapter, samples_for_test()

@@ -377,6 +377,14 @@ def test_a_misspelled_option_names_the_nearest(
     assert "'--resume'" in capsys.readouterr().err
 
 
+def test_a_misspelled_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trian", "c.yaml"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'train'" in line
+
+
 @pytest.mark.parametrize("written", ["wandb,mine.py:log", "[wandb,'mine.py:log']"])
 def test_loggers_are_a_list_or_one_text(project: Path, written: str) -> None:
     config = load_config("run.yaml", [f"logging.to={written}"])

@@ -48,6 +48,26 @@ def refused_for(model: Any, sections: dict[str, Any], option: str) -> None:
     assert option in str(error.value)
 
 
+def test_adapted_layers_are_on_one_stage() -> None:
+    on_top = {"model": {"adapter": {"layers": "last 2"}}}
+    assert config(**on_top).model.adapter.layers == "last 2"
+    with pytest.raises(UserError, match=r"model\.adapter\.layers"):
+        config(**on_top, parallel={"pipeline_model_parallel_size": 2})
+
+
+@pytest.mark.parametrize("layers", ["last", "last 0", "first 2", "6"])
+def test_layers_of_an_adapter_are_the_last_ones(layers: str) -> None:
+    with pytest.raises(UserError, match=r"model\.adapter\.layers"):
+        config(model={"adapter": {"layers": layers}})
+
+
+def test_a_greedy_validation_has_one_response() -> None:
+    greedy = {"interval": 5, "benchmarks": "math500", "temperature": 0}
+    assert config(evaluation=greedy).evaluation.samples == 1
+    with pytest.raises(UserError, match=r"evaluation\.samples"):
+        config(evaluation={**greedy, "samples": 4})
+
+
 @pytest.mark.parametrize(
     ("sections", "option"),
     [

@@ -107,6 +107,19 @@ def test_a_model_and_a_server_are_not_evaluated_together() -> None:
         config_of("--model", "m", "endpoint.url=http://h/v1")
 
 
+def test_a_greedy_evaluation_has_one_response() -> None:
+    greedy = config_of("--model", "m", "--temperature", "0", "--repeats", "1")
+    assert greedy.evaluation.temperature == 0
+    with pytest.raises(UserError, match="--repeats 1"):
+        config_of("--model", "m", "--temperature", "0", "--repeats", "2")
+
+
+def test_states_are_kept_of_a_model() -> None:
+    assert config_of("--model", "m", "--keep", "states").evaluation.keep == "states"
+    with pytest.raises(UserError, match="--keep states"):
+        config_of("--endpoint", "http://h/v1", "--keep", "states")
+
+
 def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() -> None:
     names = (
         "template corrections untested temperature top_p top_k max_tokens seed extra_body "

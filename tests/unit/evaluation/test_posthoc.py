@@ -15,7 +15,12 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples, write_samples
+from megatron_dcpo.evaluation.scoring import confidences_of, scores_of_arms
 from tests.helpers.evaluated import changed, make_sample
+
+
+def scores(samples: list[Sample], kind: str = "posthoc") -> dict[str, float]:
+    return scores_of_arms(samples, {kind: confidences_of(samples, kind)})[kind]
 
 
 def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
@@ -54,7 +59,7 @@ SAMPLES = world()
 @pytest.mark.parametrize("method", ["temperature", "platt", "isotonic"])
 def test_scaling_repairs_over_confidence(method: str) -> None:
     predictor, held_out = posthoc.fit(method, SAMPLES, "verbal", held_out=0.3)
-    before, after = posthoc.scores(held_out, "verbal"), posthoc.scores(held_out)
+    before, after = scores(held_out, "verbal"), scores(held_out)
     assert after["ece"] < before["ece"] - 0.05
     assert after["brier"] < before["brier"]
     if method == "temperature":
@@ -86,8 +91,8 @@ def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path:
         nats = -50 + 10 * (1 if sample.correct else -1) + 8 * generator.standard_normal()
         samples.append(changed(sample, reasoning_logprob=min(0.0, float(nats))))
     predictor, held_out = posthoc.fit(method, samples, "logprob", held_out=0.3)
-    assert posthoc.scores(held_out)["auroc"] > 0.9
-    assert posthoc.scores(held_out)["ece"] < 0.08
+    assert scores(held_out)["auroc"] > 0.9
+    assert scores(held_out)["ece"] < 0.08
     predictor.save(tmp_path / "p.npz")
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
         s.measures.posthoc_confidence for s in held_out
@@ -115,11 +120,11 @@ def with_logprobs(seed: int = 3) -> list[Sample]:
 def test_logistic_reads_log_probs_length_and_what_is_stated(tmp_path: Path) -> None:
     samples = with_logprobs()
     predictor, held_out = posthoc.fit("logistic", samples, held_out=0.3)
-    after = posthoc.scores(held_out)
+    after = scores(held_out)
     assert after["auroc"] > 0.93
     assert after["ece"] < 0.05
     _, same = posthoc.fit("isotonic", samples, "logprob", held_out=0.3)
-    assert after["brier"] < posthoc.scores(same)["brier"] - 0.01, (
+    assert after["brier"] < scores(same)["brier"] - 0.01, (
         "the length and the stated confidence tell more"
     )
     predictor.save(tmp_path / "p.npz")
@@ -202,7 +207,7 @@ def test_the_task_recovers_a_calibration_that_depends_on_it() -> None:
     assert errors["task"] < 0.02
     assert errors["blind"] > 0.1
     brier = {
-        name: posthoc.scores(predictor.apply(new))["brier"]
+        name: scores(predictor.apply(new))["brier"]
         for name, predictor in (("blind", blind), ("task", with_task))
     }
     assert brier["task"] < brier["blind"] - 0.03
@@ -245,7 +250,7 @@ def test_the_file_says_which_column_and_which_tasks(tmp_path: Path) -> None:
     unnamed = [changed(s, kind=None) for s in samples]
     assert read.predict(unnamed) == predictor.predict(samples)
     without = [changed(s, row=None) for s in samples]
-    with pytest.raises(UserError, match=r"topic.*kind, task"):
+    with pytest.raises(UserError, match=r"topic.*kind, benchmark"):
         read.predict(without)
 
 
@@ -305,13 +310,18 @@ def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "isotonic",
     ]
     assert main(["calibrate", *options, "--out", str(tmp_path / "p.npz"), "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"token", "isotonic"}
+    assert set(json.loads(capsys.readouterr().out)["held_out"]) == {
+        "verbal",
+        "token",
+        "isotonic",
+        "lookup",
+    }
 
 
 def test_confclass_learns_difficulty_from_log_probs() -> None:
     _, held_out = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
-    assert posthoc.scores(held_out)["auroc"] > 0.65
-    assert posthoc.scores(held_out)["ece"] < 0.15
+    assert scores(held_out)["auroc"] > 0.65
+    assert scores(held_out)["ece"] < 0.15
     _, again = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
     assert [s.measures.posthoc_confidence for s in again] == [
         s.measures.posthoc_confidence for s in held_out

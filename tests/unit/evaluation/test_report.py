@@ -101,11 +101,12 @@ def test_a_recalibrated_run_stands_in_the_main_table(tmp_path: Path) -> None:
     )
     runs = find_runs([tmp_path])
     table = report._tables(runs)[0]
-    names = ["grpo", "grpo_calibrated", "grpo_calibrated, recalibrated"]
+    recalibrated = "grpo_calibrated, recalibrated"
+    names = ["grpo", "grpo, lookup", "grpo_calibrated", recalibrated, "grpo_calibrated, lookup"]
     assert list(table["rows"]) == names
-    texts = [cell["text"] for cell in table["rows"][names[-1]]]
+    texts = [cell["text"] for cell in table["rows"][recalibrated]]
     assert any(text.startswith("0.012") for text in texts)
-    assert report.comparison(runs)[names[-1]]["auroc"] == 0.9876
+    assert report.comparison(runs)[recalibrated]["auroc"] == 0.9876
     assert "hubmodel" in report.render_report(runs), "the model of an evaluation"
 
 
@@ -244,7 +245,7 @@ def test_a_run_that_was_never_evaluated_says_how(
     said = capsys.readouterr().out
     assert f"--model {tmp_path}/run/policy" in said
     assert f"--as-trained {tmp_path}/run/config.yaml" in said
-    assert "base: " not in said
+    assert "base: never" not in said
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_evaluated"] == ["run"]
 
@@ -291,7 +292,7 @@ def test_dcpo_report_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert args.run(args) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert set(printed["runs"]) == {"base", "dcpo"}
+    assert set(printed["runs"]) == {"base", "base, lookup", "dcpo", "dcpo, lookup"}
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     args = parser.parse_args(["report", str(tmp_path)])
     assert args.run(args) == 0

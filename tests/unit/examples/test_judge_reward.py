@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,73 @@ def test_the_trainer_asks_it(judge: Any) -> None:
     assert outcomes[0].score == pytest.approx(0.9)
     assert outcomes[1].score == pytest.approx(0.2)
     assert outcomes[2].category == "verifier_error"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [],
+        {"choices": []},
+        {"choices": [{"message": {"content": 5}}]},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": "Yes"}, "logprobs": [1]}]},
+        {"choices": [{"message": {"content": "Yes"}, "logprobs": {"content": [None]}}]},
+        *(
+            {
+                "choices": [
+                    {
+                        "message": {"content": "Yes"},
+                        "logprobs": {
+                            "content": [{"top_logprobs": [{"token": "Yes", "logprob": odd}]}]
+                        },
+                    }
+                ]
+            }
+            for odd in (1e6, math.nan, None, "big")
+        ),
+    ],
+)
+def test_a_reply_that_cannot_be_read_is_an_error(
+    judge: Any, monkeypatch: pytest.MonkeyPatch, reply: Any
+) -> None:
+    monkeypatch.setattr(type(judge), "_post", lambda *_: reply)
+    verdict = judge.verdict({"problem": "2*3=", "answer": "6", "response": "6"})
+    assert verdict.keys() == {"error"}
+
+
+def test_a_reply_without_end_is_an_error(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    item = {"problem": "2*3=", "answer": "6", "response": "it is 6"}
+    monkeypatch.setitem(type(judge)._post.__globals__, "MOST_REPLY_BYTES", 10)
+    assert "error" in judge.verdict(item)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, b"nonsense", 400),
+        ({}, b"[]", 400),
+        ({}, b'{"items": 5}', 400),
+        ({"Content-Length": "-1"}, b"", 411),
+        ({"Content-Length": "999999999999"}, b"", 413),
+    ],
+)
+def test_what_is_no_request_is_refused(
+    judge: Any, headers: dict[str, str], body: bytes, status: int
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        server, url = served(example().handler_of(judge, pool))
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=10)
+        connection.putrequest("POST", "/")
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        assert connection.getresponse().status == status
+        server.shutdown()
+
+
+def test_an_item_that_lacks_something_is_an_error_of_its_own(judge: Any) -> None:
+    assert "answer" in judge.verdict({"problem": "2*3=", "response": "6"})["error"]
+    assert "error" in judge.verdict(7)
 
 
 def test_its_calibration_is_measured(

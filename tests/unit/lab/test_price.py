@@ -36,7 +36,7 @@ def archive(tmp_path: Path) -> Path:
             files[f"{name}/cell.json"] = json.dumps(cell).encode()
             files[f"{name}/test.csv"] = responses(rng, accuracy)
             files[f"{name}/heldout.csv"] = responses(rng, accuracy)
-    path = tmp_path / price.RECORDS
+    path = tmp_path / price.FIRST.records
     write_archive(path, files)
     return path
 

@@ -43,6 +43,15 @@ def test_samples_follow_the_distribution_they_report(sampling):
     torch.testing.assert_close(logprob.double().exp(), p[token], atol=1e-6, rtol=1e-5)
 
 
+def test_temperature_0_is_the_most_probable_token():
+    logits = torch.tensor([[2.0, 1.0, 0.0], [-1.0, 4.0, 3.9]])
+    for random in (0.0, 0.5, 0.999):
+        drawn = torch.full((2,), random, dtype=torch.float64)
+        token, logprob = sample_token(logits, drawn, SamplingConfig(temperature=0.0))
+        assert token.tolist() == [0, 1]
+        assert logprob.tolist() == [0.0, 0.0]
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_models):
     return TransformersEngine.from_pretrained(tiny_models("qwen3"), max_num_seqs=12)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
 
 import httpx2
 import numpy as np
@@ -153,3 +155,18 @@ def test_the_page_asks_as_the_predictor_was_fitted() -> None:
         assert '"api": "chat"' in given[1]
         assert "Please reason step by step" in given[1]
         assert "<conf>" not in given[1], "no tag of HTML"
+        assert json.loads(given[1])["kinds"] == []
+        assert page.text.count("fit") > 1, "it says what the number means"
+
+
+def test_the_page_offers_the_kinds_that_were_fitted() -> None:
+    weights = {"tasks": np.array(["sum", "pro</script>duct"])}
+    of_tasks = replace(halving(), source="task", weights=weights)
+    with proxied(scorer_with(of_tasks)) as proxy:
+        text = httpx2.get(f"{proxy.at.root}/").text
+    assert "pro</script>" not in text
+    given = re.search(r"const given = (\{.*\});", text)
+    assert given is not None
+    asked = json.loads(given[1])
+    assert asked["kinds"] == ["sum", "pro</script>duct"]
+    assert asked["column"] == "kind"

@@ -21,7 +21,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.serving.access import Access, read_keys
 from megatron_dcpo.serving.asgi import BadRequestError
 from megatron_dcpo.serving.forward import Forward
-from megatron_dcpo.serving.limits import ServingLimits
+from megatron_dcpo.serving.limits import ServeLimits
 from megatron_dcpo.serving.middleware import ConfidenceMiddleware
 from megatron_dcpo.serving.server import PARSERS, Timeouts, server_of
 from megatron_dcpo.serving.service import Service, build_service
@@ -69,7 +69,7 @@ def guarded(
 ) -> Iterator[Guarded]:
     upstream = Upstream()
     with Served(upstream.app) as behind:
-        chosen = ServingLimits(**limits)
+        chosen = ServeLimits(**limits)
         service = build_service(scorer_with(logistic()), CollectorRegistry(), limits=chosen)
         forward = Forward(behind.url, chosen, "upstream-key" if keys else None)
         app = Access(ConfidenceMiddleware(forward, service), keys=keys)

@@ -69,9 +69,7 @@ def test_on_where_there_is_no_engine(calls, monkeypatch, verb):
         monkeypatch.setattr(supervised, name, MagicMock())
     monkeypatch.setattr(supervised.distributed, "all_gather_objects", lambda each: [each])
     if verb == "its --apply":
-        answers = MagicMock()
-        monkeypatch.setattr(confidence_adapter, "AnswerMaker", answers)
-        monkeypatch.setattr(confidence_adapter, "read_model", lambda _: (None, None))
+        monkeypatch.setattr(confidence_adapter, "answers_of", lambda *_: [])
         monkeypatch.setattr(confidence_adapter, "_readings", lambda *_: [])
         confidence_adapter.read_out(MagicMock(), [], MagicMock())
     else:

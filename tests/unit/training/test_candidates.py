@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dcpo.objectives.expected_brier import expected_brier
+from megatron_dcpo.objectives.supervised import cross_entropy
 from megatron_dcpo.policy.batching import collate, sequence_length
 from megatron_dcpo.rollout import load_tokenizer
-from megatron_dcpo.training.candidates import Candidates, JudgedAnswer
+from megatron_dcpo.training.candidates import Candidates, JudgedAnswer, TextAnswer
 from megatron_dcpo.training.confidence_adapter import reading_of
 from megatron_dcpo.training.supervised import samples_of
 from megatron_dcpo.types import TokenOutputs
@@ -138,6 +139,39 @@ def test_a_branch_is_as_long_as_its_input() -> None:
         assert sample.places.max() == len(sample.input_ids) - 1
 
 
+@pytest.mark.parametrize(
+    ("target", "text"), [(0.0, "0.00"), (1.0, "1.00"), (0.834, "0.83"), (0.996, "1.00")]
+)
+@pytest.mark.parametrize("tokenizer", [DIGITS, None])
+def test_a_text_answer_is_the_nearest_number(tokenizer: Any, target: float, text: str) -> None:
+    tokenizer = tokenizer or with_numbers()
+    one = TextAnswer(answer(tokenizer, target))
+    (sample,) = one.samples()
+    whole = [*one.answer.candidates.opening, *sample.response_ids.tolist()]
+    assert whole == tokenizer.encode(f"<conf> Confidence: {text}", add_special_tokens=False)
+    row = scored(sample)
+    number = round(float(text) * 100)
+    rows = [scored(each) for each in one.answer.samples()]
+    assert one.loss([row]) == pytest.approx(-np.log(one.answer.probabilities(rows)[number]))
+
+
+def test_the_loss_of_a_text_answer_is_the_cross_entropy_of_its_number() -> None:
+    answers = [TextAnswer(answer(DIGITS, target)) for target in (0.0, 0.83)]
+    samples = samples_of(answers)
+    (batch,) = collate(samples, [[0, 1]], packing=False)
+    rows = [scored(sample) for sample in samples]
+    outputs = TokenOutputs(torch.tensor(np.concatenate(rows)), torch.zeros(sum(map(len, rows))))
+    contributions, _ = cross_entropy(batch, outputs)
+    expected = np.mean([one.loss([row]) for one, row in zip(answers, rows, strict=True)])
+    assert float(contributions.sum()) == pytest.approx(expected)
+
+
+def test_text_answers_of_one_number_and_other_targets_differ() -> None:
+    digests = {TextAnswer(answer(DIGITS, target)).digest() for target in (0.831, 0.829, 0.831)}
+    assert len(digests) == 2
+    assert TextAnswer(answer(DIGITS, 1.0)).digest() != answer(DIGITS, 1.0).digest()
+
+
 def test_the_digest_sees_the_target() -> None:
     digests = {answer(DIGITS, target).digest() for target in (0.0, 1.0, 0.0)}
     assert len(digests) == 2
@@ -148,6 +182,6 @@ def test_a_reading_is_the_mean_and_the_mode() -> None:
     probabilities[[20, 80]] = (0.1, 0.3)
     reading = reading_of(probabilities, CONFIDENCES)
     assert reading is not None
-    assert reading.expected == pytest.approx(0.65)
-    assert (reading.text, reading.mass) == (0.8, pytest.approx(0.4))
+    assert reading.mean == pytest.approx(0.65)
+    assert (reading.greedy, reading.mass) == (0.8, pytest.approx(0.4))
     assert reading_of(np.zeros(101), CONFIDENCES) is None

@@ -9,7 +9,12 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Measures, Sample
-from megatron_dcpo.training.confidence_adapter import _agreement, taught
+from megatron_dcpo.training.confidence_adapter import (
+    ENOUGH_ANSWERS,
+    FittedAnswers,
+    taught,
+    warn_of_fit,
+)
 from megatron_dcpo.types import Judgement, Prompt, Response
 
 
@@ -38,7 +43,7 @@ def answers(informative: bool = True) -> list[Sample]:
 
 def test_it_knows_what_the_log_probs_know() -> None:
     samples = answers()
-    targets = np.array(taught(samples, seed=0))
+    targets = np.array(taught(samples, "task", seed=0))
     correct = np.array([float(each.correct) for each in samples])
     assert ((targets > 0) & (targets < 1)).all()
     probable = np.array([each.measures.reasoning_logprob == -1.0 for each in samples])
@@ -49,26 +54,41 @@ def test_it_knows_what_the_log_probs_know() -> None:
 def test_an_answer_does_not_teach_itself() -> None:
     """A verdict that is turned around changes no target of its own problem."""
     samples = answers()
-    before = taught(samples, seed=0)
-    turned = [
-        sample(0, repeat, not each.correct, reasoning_logprob=each.measures.reasoning_logprob)
-        for repeat, each in enumerate(samples[:2])
-    ]
-    after = taught([*turned, *samples[2:]], seed=0)
+    before = taught(samples, "task", seed=0)
+    first = samples[0]
+    logprob = first.measures.reasoning_logprob
+    turned = sample(0, 0, not first.correct, reasoning_logprob=logprob)
+    after = taught([turned, *samples[1:]], "task", seed=0)
     assert after[:2] == pytest.approx(before[:2], abs=1e-12)
     assert after[2:] != before[2:]
 
 
-def test_agreement_is_with_the_others() -> None:
-    """Of three answers two agree: each of the two with half of the others, the third with none."""
-    shares = (2 / 3, 2 / 3, 1 / 3)
-    samples = [
-        sample(0, repeat, True, consistency_confidence=share) for repeat, share in enumerate(shares)
-    ]
-    samples.append(sample(1, 0, True, consistency_confidence=1.0))
-    assert _agreement(samples).tolist() == pytest.approx([0.5, 0.5, 0.0, 0.5])
-
-
 def test_without_log_probs_there_is_no_teacher() -> None:
     with pytest.raises(UserError, match="log-probs"):
-        taught(answers(informative=False), seed=0)
+        taught(answers(informative=False), "task", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds", "warnings"),
+    [
+        (ENOUGH_ANSWERS, {"a": ENOUGH_ANSWERS}, 0),
+        (ENOUGH_ANSWERS - 1, {"a": ENOUGH_ANSWERS - 1}, 1),
+        (ENOUGH_ANSWERS, {"b": ENOUGH_ANSWERS}, 1),
+        (50, {"b": 50}, 2),
+        (ENOUGH_ANSWERS, {}, 0),  # the fitted problems named no kinds
+    ],
+)
+def test_few_answers_and_kinds_that_were_not_fitted_are_warned_of(
+    caplog: pytest.LogCaptureFixture, count: int, kinds: dict[str, int], warnings: int
+) -> None:
+    fitted = FittedAnswers(count=count, kinds=kinds, kinds_by="")
+    warn_of_fit(fitted, [sample(1, 0, True), sample(2, 0, False)])
+    assert len(caplog.records) == warnings
+
+
+def test_the_fitted_kinds_are_counted_and_read_again() -> None:
+    fitted = FittedAnswers.of([sample(1, 0, True), sample(1, 1, True)], "")
+    assert (fitted.count, fitted.kinds) == (2, {"a": 2})
+    assert FittedAnswers.of([sample(12, 0, True)], "digits").kinds == {"1": 1}
+    assert FittedAnswers.described({"answers": 2, "kinds": {"a": 2}, "kinds_by": ""}) == fitted
+    assert FittedAnswers.described({"answers": 7}).kinds == {}

@@ -1,0 +1,91 @@
+"""Fit a post-hoc confidence on files of judged samples, save it, and score it on the problems that
+were held out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
+from megatron_dcpo.evaluation.foreign import read_any
+from megatron_dcpo.evaluation.scoring import (
+    RANKING_ONLY,
+    checked_kinds,
+    confidences_of,
+    parse_kinds,
+    scores_of_arms,
+)
+from megatron_dcpo.evaluation.states import with_states
+
+logger = logging.getLogger(__name__)
+
+# sources that are no kind of confidence
+_INPUTS = ("mean", "full", *posthoc.FEATURES)
+
+
+@dataclass(frozen=True)
+class PosthocFit:
+    """What is fitted: the ``method`` (``posthoc.METHODS``), its ``source``, and the share of the
+    problems that is ``held_out``. ``kinds_by`` names the kinds of problem of the scores.
+    """
+
+    method: str = "logistic"
+    source: str | None = None
+    held_out: float = 0.2
+    seed: int = 0
+    epochs: int = 200
+    kinds_by: str = ""
+
+
+@dataclass(frozen=True)
+class FittedScores:
+    """The scores on the held-out problems, by the name of the confidence: what is stated, what was
+    fitted on, what was fitted, and the lookup; none if no problem was held out. ``kinds`` says what
+    the kinds of problem are (``kinds.described``).
+    """
+
+    rows: dict[str, dict[str, Any]]
+    kinds: dict[str, Any]
+
+
+def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedScores:
+    """Fit a predictor on the samples of these files and save it at ``out``. Raises
+    :class:`UserError` for samples that there is nothing to learn from.
+    """
+    if options.source and options.source.partition(":")[0] not in _INPUTS:
+        parse_kinds(options.source)
+    samples = []
+    for path in files:
+        read = read_any(path)
+        samples += with_states(read, path) if posthoc.reads_states(options.source or "") else read
+    kinds = checked_kinds(samples, options.kinds_by)
+    predictor, held_out = posthoc.fit(
+        options.method,
+        samples,
+        options.source,
+        held_out=options.held_out,
+        seed=options.seed,
+        epochs=options.epochs,
+    )
+    fitted_on = fitted_on_of(files, samples)
+    if fitted_on is None:
+        logger.warning(
+            "there is no settings.json next to the samples, so the predictor does not say what it "
+            "was fitted on, and dcpo serve takes it only with --accept-mismatch"
+        )
+    confidences = predictor.predict(held_out or samples)
+    record = record_of(fitted_on, held_out, confidences)
+    record = replace(record, finish_reasons=finish_reasons_of(samples))
+    replace(predictor, record=record).save(out)
+    if not held_out:
+        return FittedScores(rows={}, kinds=kinds)
+    before = predictor.source
+    if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
+        before = "token"
+    arms = {kind: confidences_of(held_out, kind) for kind in ("verbal", before)}
+    arms[options.method] = confidences_of(held_out, "posthoc")
+    return FittedScores(rows=scores_of_arms(held_out, arms, options.kinds_by), kinds=kinds)
