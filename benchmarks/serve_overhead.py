@@ -113,7 +113,7 @@ async def ask_all(port: int) -> tuple[list[float], list[Any]]:
             }
             content = json.dumps(body).encode()
             head = (
-                "POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
+                "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
             )
             start = time.perf_counter()
