@@ -77,8 +77,8 @@ class EvaluationConfig(SampledProblemsConfig):
     features: bool = False
     """Keep what dcpo calibrate --kind confclass reads (--features)."""
     keep: Literal["nothing", "states"] = "nothing"
-    """states: keep the model's state before the number of each confidence in states.safetensors,
-    which dcpo calibrate --features states and stack read (--keep).
+    """What is kept besides: states, the model's state before the number of each confidence, in
+    states.safetensors, which dcpo calibrate --features states and stack read (--keep).
     """
     calibrator: str = ""
     """File of dcpo calibrate whose confidence is scored as well (--calibrator)."""
