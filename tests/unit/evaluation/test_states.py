@@ -22,7 +22,7 @@ WIDTH = 12
 KINDS = ("easy", "hard")
 
 
-def answers(problems: int = 150, repeats: int = 3) -> list[Sample]:
+def answers(problems: int = 80, repeats: int = 3) -> list[Sample]:
     """What is right shows half in the log-prob and half in the state: each knows a part of it."""
     generator = np.random.default_rng(0)
     direction = generator.normal(size=WIDTH)
@@ -114,11 +114,11 @@ def test_a_probe_of_noise_claims_nothing() -> None:
 
 def test_cross_fitting_leaves_the_problem_out() -> None:
     """Turning the verdicts of one problem changes what others are told, not what it is told."""
-    before = posthoc.cross_fitted(SAMPLES, "stack", seed=0)
+    before = posthoc.cross_fitted(SAMPLES, "states", seed=0)
     turned = [
         replace(each, judgement=replace(each.judgement, correct=1 - each.judgement.correct))
         for each in SAMPLES[:3]
     ]
-    after = posthoc.cross_fitted([*turned, *SAMPLES[3:]], "stack", seed=0)
+    after = posthoc.cross_fitted([*turned, *SAMPLES[3:]], "states", seed=0)
     np.testing.assert_allclose(np.array(after[:3], float), np.array(before[:3], float), atol=1e-9)
     assert after[3:] != before[3:]
