@@ -5,6 +5,7 @@ each step.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,10 +94,15 @@ def validation_line(metrics: Mapping[str, Any]) -> str:
     for key in metrics:
         if key.startswith("evaluation/") and key.endswith("/accuracy"):
             name = key.split("/")[1]
-            accuracy = metrics[f"evaluation/{name}/accuracy"]
-            ece = metrics[f"evaluation/{name}/ece"]
-            parts.append(f"{name} acc {accuracy:.3f}  ECE {ece:.3f}")
+            accuracy = _shown(metrics[f"evaluation/{name}/accuracy"])
+            ece = _shown(metrics[f"evaluation/{name}/ece"])
+            parts.append(f"{name} acc {accuracy}  ECE {ece}")
     return "; ".join(parts)
+
+
+def _shown(value: float | None) -> str:
+    """Return a metric in three decimals; a dash if it is not defined, which a file says by null."""
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 def _bar(total: int, completed: int) -> Bar:

@@ -43,6 +43,13 @@ def test_a_number_that_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert not any("policy" in line for line in lines)
 
 
+def test_a_validation_without_a_confidence_is_shown(tmp_path: Path) -> None:
+    rows = [{"step": 1, "evaluation/toy/accuracy": 0.0, "evaluation/toy/ece": None}]
+    lines = "\n".join(outcome(a_run(tmp_path / "run", rows)))
+    assert "0.000" in lines
+    assert "nan" not in lines.lower()
+
+
 def test_a_run_without_steps_says_nothing(tmp_path: Path) -> None:
     assert outcome(a_run(tmp_path / "run", [])) == []
     assert outcome(tmp_path / "nowhere") == []
