@@ -80,8 +80,12 @@ class ConfidenceMiddleware:
 
         service = self.service
         try:
-            async with service.gate.admitted(), service.gate.passed(0), service.ending.watched():
-                await self.app(scope, receive, noticed)
+            async with (
+                service.gate.admitted(receive) as counted,
+                service.gate.passed(),
+                service.ending.watched(),
+            ):
+                await self.app(scope, counted, noticed)
         except ClientLeftError:
             pass
         except (BadRequestError, TooManyError, UpstreamError) as error:
@@ -89,16 +93,16 @@ class ConfidenceMiddleware:
                 await send_error(send, _status_of(error), str(error))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """ServedAnswer a request for completions."""
+        """Answer a request for completions."""
         begun = time.perf_counter()
         service = self.service
         status = _LEFT
         try:
-            async with service.gate.admitted():
+            async with service.gate.admitted(receive) as counted:
                 limits = service.limits
-                content = await whole_body(receive, limits.request_bytes, limits.body_seconds)
+                content = await whole_body(counted, limits.request_bytes, limits.body_seconds)
                 asked = self._asked(content, scope["path"])
-                async with service.gate.passed(len(content)):
+                async with service.gate.passed():
                     status = await self._exchange(asked, scope, receive, send)
         except ClientLeftError:
             pass
