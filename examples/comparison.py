@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dcpo.evaluation.scoring import LOOKUP, METRICS, headline
+from megatron_dcpo.evaluation.scoring import LOOKUP, headline
 
 # GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
 # one is the bar: a stated confidence has to know more than log-prob, length and task.
@@ -39,6 +39,16 @@ TITLES = {
     "rlcr": "RLCR",
     "grpo_recalibrated": "GRPO, recalibrated",
     "grpo_recalibrated_task": "the same, with the task",
+}
+# of the printed table, which fits into 80 columns; summary.json has all metrics
+SHOWN = {
+    "accuracy": "acc.",
+    "ece": "ECE",
+    "brier": "Brier",
+    "auroc": "AUROC",
+    "auroc_within": "within",
+    "skill": "skill",
+    "mean_confidence": "conf.",
 }
 # in the log of a training: step 16/250 ... 0:04:10 left
 _STEP = re.compile(r"step (\d+/\d+) .*?(?:([\d:]+) left)?$", re.MULTILINE)
@@ -266,8 +276,8 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
 
 def show(summary: dict[str, dict[str, float]]) -> None:
     caption = (
-        "within kinds: AUROC among problems of one type; skill: 1 - Brier / Brier of the lookup; "
-        "mean conf.: mean confidence; violations: share without a valid one. "
+        "acc.: accuracy; within: AUROC among problems of one type; skill: 1 - Brier / Brier of the "
+        "lookup; conf.: mean confidence. "
         "grpo_recalibrated: logistic regression on GRPO's log-probs, length and stated "
         "confidence; with _task: on log-prob, length and task, the bar for a stated confidence. "
         "lookup: GRPO's share of right answers by type of problem, cross-fitted on these answers "
@@ -280,11 +290,10 @@ def show(summary: dict[str, dict[str, float]]) -> None:
         pad_edge=False,
     )
     table.add_column("", no_wrap=True)
-    columns = [name for name in METRICS if name != "n"]
-    for column in columns:
-        table.add_column(METRICS[column].label, justify="right", no_wrap=True)
+    for heading in SHOWN.values():
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summary.items():
-        cells = ["–" if row[column] is None else f"{row[column]:.3f}" for column in columns]
+        cells = ["–" if row[column] is None else f"{row[column]:.3f}" for column in SHOWN]
         table.add_row(name, *cells)
     Console().print(table)
 

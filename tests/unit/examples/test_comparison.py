@@ -1,50 +1,28 @@
-"""A comparison that is run again where an earlier one was."""
+"""The table that ``make quickstart`` prints."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from typing import Any
+import json
+import sys
 
 import pytest
 
-from tests.helpers.paths import EXAMPLES
+from tests.helpers.paths import EXAMPLES, REPOSITORY
 
 
-@pytest.fixture
-def comparison(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("comparison")
-
-
-def of_seed(comparison: Any, out: Path, seed: int) -> Any:
-    return comparison.Comparison(
-        folder=out,
-        out=out,
-        policy=out,
-        methods=("grpo", "dcpo"),
-        seed=seed,
-        heldout=out,
-        train=out,
-        fitted=1,
-        sampling=(),
-    )
-
-
-@pytest.mark.parametrize(
-    ("seed", "finished", "kept"), [(1, False, True), (1, True, False), (2, False, False)]
-)
-def test_what_an_earlier_one_left_is_kept_only_if_it_was_interrupted(
-    comparison: Any, tmp_path: Path, seed: int, finished: bool, kept: bool
+def test_every_number_is_whole_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The responses that a confidence is fitted on as well: they are of the policy of then, and
-    would be refused beside another.
-    """
-    comparison.start_over_unless_interrupted(of_seed(comparison, tmp_path, 1))
-    left = [tmp_path / name for name in ("base", "grpo", "grpo_recalibrated", "fitted")]
-    for directory in left:
-        directory.mkdir()
-    if finished:
-        (tmp_path / "summary.json").write_text("{}")
-    comparison.start_over_unless_interrupted(of_seed(comparison, tmp_path, seed))
-    assert [directory.is_dir() for directory in left] == [kept] * len(left)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("COLUMNS", "80")
+    import comparison
+
+    rows = json.loads((REPOSITORY / "docs" / "quickstart.json").read_text())["seed_1"]
+    comparison.show(rows)
+    sys.modules.pop("comparison")
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    for name, row in rows.items():
+        (line,) = (line for line in shown.splitlines() if line.split()[:1] == [name])
+        assert f"{row['brier']:.3f}" in line.split()
+        assert f"{row['auroc_within']:.3f}" in line.split()
