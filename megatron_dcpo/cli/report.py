@@ -180,8 +180,8 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
         cells = [format_value(key, values.get(key)) for key in METRICS]
         table.add_row(Text(printable(name)), *cells)
     console = Console()
-    if not console.is_terminal:  # a file has no window to fit
-        console = Console(width=140)
+    # a narrow window breaks the lines, rather than losing digits
+    console.width = max(console.width, 140)
     console.print(table)
 
 
