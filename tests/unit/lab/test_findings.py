@@ -103,7 +103,7 @@ def test_findings_5_and_8_the_rows_are_shown() -> None:
     """
     page = (REPOSITORY / "docs" / "lab" / "quickstart.md").read_text()
     assert "| GRPO, recalibrated |" in page
-    assert "| lookup |" in page
+    assert "| lookup for GRPO |" in page
     with pytest.raises(StopIteration):
         cells(f"{TEST}The paper's decoding | DCPO | ece")
 
