@@ -49,6 +49,7 @@ class ServedAnswer:
         self.is_started = False
         self.is_over = False
         self.is_read = False  # the body is changed on its way, or looked at
+        self.begun = bytearray()  # what has come before the form is known
         self.whole: bytearray | None = None
         self.stream: Stream | None = None
         self.refused: bytearray | None = None
@@ -71,15 +72,21 @@ class ServedAnswer:
         try:
             async with self.service.ending.watched():
                 await app(request, received(body["body"], receive), self._send)
+            if not self.is_over and self.refused is None:
+                raise UpstreamError("the server ended in the middle of its answer")
         except ClientLeftError:
             if not self.is_delivered:
                 raise
         except UpstreamError as error:
             await self._broken(error)
-        except Exception:
+        except Exception as error:
             # an application may wrap what has been raised in it for an answer that is over
-            if not self.is_over:
-                raise
+            if self.is_over:
+                return
+            if self.is_started:
+                words = f"the server failed in the middle of its answer ({type(error).__name__})"
+                await self._broken(UpstreamError(words))
+            raise
 
     async def _broken(self, error: UpstreamError) -> None:
         """Say that the upstream has ended before its answer did."""
@@ -142,8 +149,10 @@ class ServedAnswer:
         """Decide by the first character whether an answer is JSON or a stream, whatever its header
         says, and return what has come of it.
         """
+        self._keep(self.begun, piece)
         if not piece.lstrip(_NOT_TEXT) and not is_last:
             return b""
+        piece = bytes(self.begun)
         begins = piece.lstrip(_NOT_TEXT)[:1]
         kind = _header(self.start, b"content-type").lower()
         is_stream = kind.startswith(_EVENTS) or bool(self.asked.body.get("stream"))

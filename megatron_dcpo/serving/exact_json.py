@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 # a number that a float or Python's limit of digits may not hold
-_LARGE = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{300}")
+_LARGE = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{200}")
 # characters from which on numbers are read by Python, in which other threads get their turns
 _LONG = 1 << 20
 _DIGITS = 4000  # Python refuses to read integers of more than 4300

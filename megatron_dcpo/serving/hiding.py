@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron_dcpo.serving.asking import Asked, list_of
 
-# what servers keep log-probs under
-_LOGGED = ("logprobs", "logprob", "token_logprobs", "top_logprobs", "prompt_logprobs")
+# what the names have in common under which servers keep log-probs: logprobs, cumulative_logprob,
+# output_token_logprobs, completion_probabilities
+_LOGGED = ("logprob", "probabilit")
 
 
 def hide_logprobs(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever JSON holds
@@ -27,8 +28,14 @@ def hide_logprobs(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever
             if asked.shows_logprobs:
                 _cut_alternatives(one, asked)
             else:
-                one.update({name: None for name in _LOGGED if name in one})
+                one.update({name: None for name in one if _is_logged(name)})
             todo += one.values()
+
+
+def _is_logged(name: str) -> bool:
+    """Return whether log-probs stand under a name."""
+    plain = name.lower().replace("_", "").replace("-", "")
+    return any(part in plain for part in _LOGGED)
 
 
 def _cut_alternatives(holder: dict[str, Any], asked: Asked) -> None:

@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dcpo.serving.asgi import Message, Receive
 
 LONGEST_ID = 256  # characters of the id of an answer that is remembered
 _MB = 1 << 20
@@ -16,7 +20,7 @@ class ServeLimits:
     """``request_bytes``, ``reply_bytes`` and ``event_bytes`` are those of one body, one answer that
     is read, and one event of a stream. ``body_seconds`` is the time for a request's body.
     ``concurrent`` requests are passed on at a time and ``waiting`` wait; ``held_bytes`` is the size
-    of all bodies that have come and are not answered.
+    of all bodies, whole or not, whose requests are not answered.
     """
 
     request_bytes: int = 16 * _MB
@@ -43,27 +47,34 @@ class Gate:
         self._free = asyncio.Semaphore(limits.concurrent)
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Count a request from its first byte to its end. Raises :class:`TooManyError`."""
+    async def admitted(self, receive: Receive) -> AsyncIterator[Receive]:
+        """Count a request from its head to its end, and its body as it comes: yield what gives the
+        body. Raises :class:`TooManyError`, as does what is yielded.
+        """
         limits = self.limits
         if self.present >= limits.concurrent + limits.waiting:
             raise TooManyError("too many requests wait; ask again later")
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            grown = len(message.get("body", b""))
+            if self.held_bytes + grown > limits.held_bytes:
+                raise TooManyError("the requests that wait are too large; ask again later")
+            size += grown
+            self.held_bytes += grown
+            return message
+
         self.present += 1
         try:
-            yield
+            yield counted
         finally:
             self.present -= 1
+            self.held_bytes -= size
 
     @asynccontextmanager
-    async def passed(self, size: int) -> AsyncIterator[None]:
-        """Wait for a place for a request whose body has ``size`` bytes. Raises
-        :class:`TooManyError`.
-        """
-        if self.held_bytes + size > self.limits.held_bytes:
-            raise TooManyError("the requests that wait are too large; ask again later")
-        self.held_bytes += size
-        try:
-            async with self._free:
-                yield
-        finally:
-            self.held_bytes -= size
+    async def passed(self) -> AsyncIterator[None]:
+        """Wait for a place for a request whose body has come."""
+        async with self._free:
+            yield

@@ -79,9 +79,15 @@ class ConfidenceMiddleware:
             await send(message)
 
         service = self.service
+        limits = service.limits
         try:
-            async with service.gate.admitted(), service.gate.passed(0), service.ending.watched():
-                await self.app(scope, receive, noticed)
+            async with service.gate.admitted(receive) as body:
+                if service.is_proxy:
+                    # a place is for a request whose body has come: slow ones take none
+                    content = await whole_body(body, limits.request_bytes, limits.body_seconds)
+                    body = received(content, receive)
+                async with service.gate.passed(), service.ending.watched():
+                    await self.app(scope, body, noticed)
         except ClientLeftError:
             pass
         except (BadRequestError, TooManyError, UpstreamError) as error:
@@ -89,16 +95,16 @@ class ConfidenceMiddleware:
                 await send_error(send, _status_of(error), str(error))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """ServedAnswer a request for completions."""
+        """Answer a request for completions."""
         begun = time.perf_counter()
         service = self.service
+        limits = service.limits
         status = _LEFT
         try:
-            async with service.gate.admitted():
-                limits = service.limits
-                content = await whole_body(receive, limits.request_bytes, limits.body_seconds)
+            async with service.gate.admitted(receive) as body:
+                content = await whole_body(body, limits.request_bytes, limits.body_seconds)
                 asked = self._asked(content, scope["path"])
-                async with service.gate.passed(len(content)):
+                async with service.gate.passed():
                     status = await self._exchange(asked, scope, receive, send)
         except ClientLeftError:
             pass

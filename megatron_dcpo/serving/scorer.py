@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.calibration.selective import Threshold, threshold_for_risk
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.measuring import measured_sample
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
@@ -27,6 +27,7 @@ from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus, Prompt
 # without a tokenizer, <think> is taken to open the thinking, as in an evaluation of a server
 _TOKENS = TokenBytes((), KNOWN[0])
 _ID = "served"
+_LONGEST_REASON = 300  # characters: it may name what the client has sent
 _WHY: Mapping[ConfidenceStatus, str] = {
     "missing": "the answer states no confidence",
     "multiple": "the answer has several confidence tags",
@@ -61,7 +62,7 @@ class Scored:
             "confidence": self.confidence,
             "confidence_raw": self.raw,
             "confidence_source": self.source,
-            "confidence_reason": self.reason or None,
+            "confidence_reason": one_line(self.reason, _LONGEST_REASON) or None,
             "confidence_abstains": self.abstains,
         }
 

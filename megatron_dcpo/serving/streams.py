@@ -21,6 +21,8 @@ from megatron_dcpo.serving.finishing import finish_reason
 from megatron_dcpo.serving.hiding import hide_logprobs
 from megatron_dcpo.serving.replies import Scoring, answer_id, error_body
 
+_MOST_CHOICES = 4096  # that are told apart; OpenAI's servers give 128
+_MOST_HELD = 64  # events without choices that wait behind the last chunk of a choice
 # an object with one of these is a piece of an answer, whatever its form
 _OF_A_CHOICE = frozenset(
     ("delta", "text", "content", "token", "tokens", "logprobs", "finish_reason", "choices", "error")
@@ -130,7 +132,7 @@ class Stream:
         """Pass on what holds no choices, after what waits before it."""
         hide_logprobs(value, self.asked)
         one = _Held(event, value, None)
-        if self.held:
+        if self.held and len(self.held) < _MOST_HELD + len(self.choices):
             self.held.append(one)
             return b""
         return one.encoded()
@@ -167,7 +169,7 @@ class Stream:
         if one is None:
             one = self.choices[index] = StreamedChoice(self.asked, self.scoring.scorer)
         released = []
-        if one.says_something(choice):
+        if one.says_something(choice) or finish_reason(choice) is not None:
             released = self._release(index)
         logged = choice.get("logprobs")
         if self.asked.adds_logprobs and self.asked.shows_logprobs:
@@ -191,7 +193,8 @@ class Stream:
             index = 0
         if isinstance(index, int) and not isinstance(index, bool):
             is_asked = index >= 0 and (count is None or index < count)
-            if is_asked and (index in self.choices or not self.is_too_long):
+            is_room = not self.is_too_long and len(self.choices) < _MOST_CHOICES
+            if is_asked and (index in self.choices or is_room):
                 return index
         self._give_up("a choice with an index that was not asked for")
         return None

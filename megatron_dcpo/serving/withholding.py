@@ -7,8 +7,9 @@ from __future__ import annotations
 import re
 
 _WORD = "confidence"
-_SPACE = r"[ \t\r\n\f\v]*"
-_NUMBER = rf"-?[0-9]*(?:\.[0-9]*)?{_SPACE}"
+# possessive: what one part has taken, no other one is tried with, so that the time is linear
+_SPACE = r"[ \t\r\n\f\v]*+"
+_NUMBER = rf"-?[0-9]*+(?:\.[0-9]*+)?{_SPACE}"
 _BEGUN_WORDS = "|".join(_WORD[:size] for size in range(1, len(_WORD)))
 # what may follow a marker up to the end of the text
 _REST = re.compile(
