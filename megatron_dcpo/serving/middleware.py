@@ -79,13 +79,15 @@ class ConfidenceMiddleware:
             await send(message)
 
         service = self.service
+        limits = service.limits
         try:
-            async with (
-                service.gate.admitted(receive) as counted,
-                service.gate.passed(),
-                service.ending.watched(),
-            ):
-                await self.app(scope, counted, noticed)
+            async with service.gate.admitted(receive) as body:
+                if service.is_proxy:
+                    # a place is for a request whose body has come: slow ones take none
+                    content = await whole_body(body, limits.request_bytes, limits.body_seconds)
+                    body = received(content, receive)
+                async with service.gate.passed(), service.ending.watched():
+                    await self.app(scope, body, noticed)
         except ClientLeftError:
             pass
         except (BadRequestError, TooManyError, UpstreamError) as error:
@@ -96,11 +98,11 @@ class ConfidenceMiddleware:
         """Answer a request for completions."""
         begun = time.perf_counter()
         service = self.service
+        limits = service.limits
         status = _LEFT
         try:
-            async with service.gate.admitted(receive) as counted:
-                limits = service.limits
-                content = await whole_body(counted, limits.request_bytes, limits.body_seconds)
+            async with service.gate.admitted(receive) as body:
+                content = await whole_body(body, limits.request_bytes, limits.body_seconds)
                 asked = self._asked(content, scope["path"])
                 async with service.gate.passed():
                     status = await self._exchange(asked, scope, receive, send)

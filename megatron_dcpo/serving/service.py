@@ -41,7 +41,8 @@ class Service:
     """``paths`` are those that ``pages`` answers; all others are the application's. ``names`` are
     those of the upstream's models. ``reader`` asks an adapter for the confidences.
     ``refusals`` knows with which requests the upstream refuses log-probs. ``gate`` lets as many
-    requests through as ``limits`` say, ``ending`` ends them when the server does.
+    requests through as ``limits`` say, ``ending`` ends them when the server does. ``is_proxy`` is
+    false inside another server, which reads the bodies for other paths itself.
     """
 
     scorer: Scorer
@@ -55,6 +56,7 @@ class Service:
     gate: Gate = field(default_factory=lambda: Gate(ServeLimits()))
     refusals: Refusals = field(default_factory=Refusals)
     ending: Shutdown = field(default_factory=Shutdown)
+    is_proxy: bool = True
 
 
 def build_service(
@@ -93,6 +95,7 @@ def build_service(
         reader=reader,
         limits=limits,
         gate=Gate(limits),
+        is_proxy=is_proxy,
     )
 
 

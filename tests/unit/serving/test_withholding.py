@@ -36,6 +36,9 @@ PIECES = st.sampled_from(
         ("a <conf> Confidence 0", 21),
         ("a <conf> 0.8 x <conf> .", 15),
         ("a <conf> 0.8 <conf>", 13),
+        # with backtracking, minutes
+        ("<conf>" + " " * 200_000 + "x", 200_007),
+        ("<conf> Confidence:" + "\n" * 200_000 + "x", 200_019),
     ],
 )
 def test_safe_length(text: str, safe: int) -> None:
