@@ -7,7 +7,6 @@ What the name of an architecture implies is in :mod:`megatron_dcpo.architectures
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,11 +28,9 @@ from megatron_dcpo.architectures.rotary import (
     sliding_window,
 )
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.hub import HUB_NAME
 from megatron_dcpo.runtime.paths import places
 from megatron_dcpo.runtime.text import read_json_object
-
-# OWNER/NAME, as the hub writes it
-HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 
 _SIZES = (
     "num_attention_heads",
@@ -99,11 +96,11 @@ def check_model_dir(model_dir: str | Path) -> None:
             f"{directory / 'config.json'} is missing; {directory} is not a Hugging Face checkpoint "
             "directory"
         )
-    if HUB_NAME.fullmatch(str(model_dir)) and not directory.parent.is_dir():
+    if HUB_NAME.fullmatch(str(model_dir)):
         raise UserError(
             f"model directory {model_dir} does not exist{places(model_dir)}; if it is a name on "
-            f"the hub, download it: hf download {model_dir} --local-dir {directory.name}, and pass "
-            f"{directory.name}"
+            f"the hub, download it to there, since {directory.parts[0]} is a directory here: "
+            f"hf download {model_dir} --local-dir {model_dir}"
         )
     raise UserError(
         f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face "

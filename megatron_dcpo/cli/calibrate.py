@@ -84,8 +84,8 @@ def add_parser(subparsers: Subparsers) -> None:
     of_adapter.add_argument(
         "--model",
         metavar="DIR",
-        help="Hugging Face checkpoint that the adapter is added to: the policy of the samples, or "
-        "another model",
+        help="Hugging Face checkpoint that the adapter is added to, or its name on the hub: the "
+        "policy of the samples, or another model",
     )
     of_adapter.add_argument(
         "--teacher",

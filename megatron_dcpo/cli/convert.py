@@ -53,7 +53,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="Hugging Face directory: config.json and *.safetensors",
+        help="Hugging Face directory (config.json and *.safetensors), or a name on the hub",
     )
     parser.add_argument(
         "--to",
@@ -164,12 +164,13 @@ def main(direction: str, description: str | None) -> int:
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
     from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
+    from megatron_dcpo.runtime.hub import model_directory
 
     with _progress(args.direction) as progress:
         common = {"verify": args.verify, "overwrite": args.overwrite, "progress": progress}
         if args.direction == "import":
             result = import_checkpoint(
-                args.source,
+                Path(model_directory(str(args.source))),
                 args.target,
                 make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,

@@ -107,7 +107,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="options, for instance judging.test_seconds=30",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint directory")
+    source.add_argument(
+        "--model", metavar="DIR", help="Hugging Face checkpoint directory, or name on the hub"
+    )
     parser.add_argument(
         "--adapter", metavar="DIR", help="adapter in PEFT's format that is added to --model"
     )

@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
     from megatron_dcpo.rollout.serving import EngineServer, log_name, own_endpoint, server_command
+    from megatron_dcpo.training.provenance import with_model_here
     from megatron_dcpo.training.run import longest_of
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -95,7 +96,7 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
             f"--engines is for train, not {words[0]}: only train starts an engine server"
         )
     known, rest = parser.parse_known_args(words)
-    config = load_config(known.config, [*known.overrides, *rest])
+    config = with_model_here(load_config(known.config, [*known.overrides, *rest]))
     command = server_command(config, engines, longest_of(config), other)
     endpoint = own_endpoint(config)
     return EngineServer(

@@ -41,6 +41,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, nearest, one_line, validated_name, validation_message
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.paths import beside, places
 from megatron_dcpo.sandbox.local import CodeLimits
 
@@ -292,9 +293,10 @@ def to_yaml(config: RunConfig) -> str:
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as plain dictionaries, the objective's options resolved, without
-    what is not set.
+    what is not set, and a model of the hub by its name.
     """
     values = without_none(dataclasses.asdict(config))
+    values["model"]["path"] = hub.name_of(config.model.path)
     if isinstance(config, Config):
         values["objective"] = objectives.written(config.objective)
     return values

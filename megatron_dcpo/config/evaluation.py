@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import (
@@ -26,6 +27,8 @@ from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.rules import check_evaluation
 from megatron_dcpo.config.sections import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime import hub
+from megatron_dcpo.runtime.run_records import read_launches
 
 Values = dict[str, Any]  # of nested sections, as YAML has them
 
@@ -83,7 +86,8 @@ def values_as_trained(path: str, server: bool) -> Values:
         "rollout": {"max_response_length": run.rollout.max_response_length},
     }
     if server:
-        values["endpoint"] = {"tokenizer": run.model.path}
+        launches = read_launches(Path(path).parent)
+        values["endpoint"] = {"tokenizer": hub.recorded_name(run.model.path, launches)}
     return values
 
 

@@ -23,7 +23,7 @@ class EvaluatedModelConfig:
     """The model that is evaluated in this process."""
 
     path: str = ""
-    """Directory of a Hugging Face checkpoint (--model)."""
+    """Directory of a Hugging Face checkpoint, or its name on the hub (--model)."""
     adapter_path: str = ""
     """Directory of an adapter in PEFT's format that is added to it, a run's adapter/ for instance
     (--adapter).

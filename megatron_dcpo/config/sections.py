@@ -70,7 +70,9 @@ class ModelConfig:
     """The policy that a run starts from, and what its layers compute in."""
 
     path: str
-    """Directory of a Hugging Face checkpoint, of a family that docs/models.md has."""
+    """Directory of a Hugging Face checkpoint, of a family that docs/models.md has, or its name on
+    the hub, OWNER/NAME or OWNER/NAME@REVISION.
+    """
     adapter: AdapterConfig | None = None
     """Train low-rank factors (LoRA) and keep the model's own parameters as they are; not set: train
     all parameters.

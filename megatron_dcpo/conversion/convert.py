@@ -58,8 +58,10 @@ from megatron_dcpo.conversion.parameters import (
     slices,
 )
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.files import check_free_space, check_no_overlap, new_directory
+from megatron_dcpo.runtime.run_records import read_launches
 from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
     SHARD_BYTES,
@@ -159,7 +161,7 @@ def import_checkpoint(
                 )
             result = Conversion(
                 direction="import",
-                source=str(source),
+                source=hub.exact_name(str(source)),
                 target=str(target),
                 architecture=arch.name,
                 dtype=dtype,
@@ -361,7 +363,8 @@ def _hf_directory(checkpoint: Path) -> Path:
     if inside.is_dir() or not config.is_file():
         return inside
     with suppress(UserError):
-        return Path(load_config(config).model.path)
+        name = hub.recorded_name(load_config(config).model.path, read_launches(config.parent))
+        return Path(hub.model_directory(name, weights=False))
     return inside
 
 

@@ -24,6 +24,7 @@ from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt
 
@@ -110,9 +111,10 @@ def _api(config: EvaluateConfig) -> Literal["chat", "completions"]:
 
 def model_name(config: EvaluateConfig) -> str:
     """Return what the results call the model that is sampled in this process."""
+    name = hub.name_of(config.model.path)
     if config.model.adapter_path:
-        return f"{config.model.path} + {config.model.adapter_path}"
-    return config.model.path
+        return f"{name} + {config.model.adapter_path}"
+    return name
 
 
 def as_token_ids(

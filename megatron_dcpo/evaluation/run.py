@@ -58,6 +58,7 @@ from megatron_dcpo.evaluation.states import with_states, write_states
 from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -111,6 +112,7 @@ def run_evaluation(
             judged = with_states(judged, samples)
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
+        config = _with_models_here(config, fresh=fresh)
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
         if _rank() > 0:
             return {}
@@ -138,6 +140,23 @@ def run_evaluation(
             f"{len(judged)} written to {config.run_dir}",
         )
     return evaluation
+
+
+def _with_models_here(config: EvaluateConfig, *, fresh: bool) -> EvaluateConfig:
+    """Return the configuration with the directories of its model, and of the tokenizer for a
+    server's. An evaluation that is continued takes the commit that it began with.
+    """
+    before = None if fresh else settings_next_to(Path(config.run_dir, FILE))
+    commit = ""
+    if before and before.get("model") == model_name(config):
+        commit = str(before.get("commit") or "")
+    path = hub.model_directory(config.model.path, commit=commit)
+    tokenizer = hub.model_directory(config.endpoint.tokenizer, weights=False)
+    return replace(
+        config,
+        model=replace(config.model, path=path),
+        endpoint=replace(config.endpoint, tokenizer=tokenizer),
+    )
 
 
 def _load_predictor(config: EvaluateConfig, samples: str) -> Posthoc | None:
@@ -440,7 +459,7 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
     if config.data.sources:
         settings["sources"] = [_source_settings(source) for source in config.data.sources]
     if config.endpoint.tokenizer:
-        settings["tokenizer"] = config.endpoint.tokenizer
+        settings["tokenizer"] = hub.exact_name(config.endpoint.tokenizer)
     return settings
 
 
@@ -454,9 +473,14 @@ def _source_settings(source: SourceConfig) -> dict[str, Any]:
     }
 
 
-def _files_of(config: EvaluateConfig) -> dict[str, dict[str, list[int]]]:
-    """Return what the files of the model, and of its adapter, are in ``settings.json``."""
-    files = {"weights": _weights(Path(config.model.path))}
+def _files_of(config: EvaluateConfig) -> dict[str, Any]:
+    """Return what the files of the model, and of its adapter, are in ``settings.json``: a model of
+    the hub is named by its commit.
+    """
+    commit = hub.commit_of(config.model.path)
+    files: dict[str, Any] = {"commit": commit}
+    if commit is None:
+        files = {"weights": _weights(Path(config.model.path))}
     if config.model.adapter_path:
         files["adapter"] = _weights(Path(config.model.adapter_path))
     return files

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dcpo.architectures.config_json import HUB_NAME, Architecture, read_architecture
+from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.errors import UserError, check_world_size, one_line
@@ -33,6 +33,7 @@ from megatron_dcpo.planning.traffic import (
     step_seconds,
     step_traffic,
 )
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
@@ -424,32 +425,34 @@ def architecture_of(path: str) -> Architecture:
     :class:`UserError` if there is neither, or if the weights in the directory are not those that
     its ``config.json`` describes.
     """
-    if Path(path).is_dir() or not HUB_NAME.fullmatch(path) or Path(path).parent.is_dir():
+    model = hub.parse(path)
+    if model is None:
         arch = read_architecture(path)
         if any(Path(path).glob("*.safetensors")):
             from megatron_dcpo.weights.hf_checkpoint import HFReader  # imports torch
 
             HFReader(path, arch).check(arch)
         return arch
-    if (MODELS / path).is_dir():
-        return read_architecture(MODELS / path)
-    return read_architecture(_fetched(path))
+    if (MODELS / model.repository).is_dir():
+        return read_architecture(MODELS / model.repository)
+    return read_architecture(_fetched(model))
 
 
 @functools.cache
-def _fetched(name: str) -> Path:
+def _fetched(model: hub.HubModel) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, "config.json")).parent
+        file = hf_hub_download(model.repository, "config.json", revision=model.revision or None)
+        return Path(file).parent
     except (OSError, ValueError) as error:  # from the network, the hub, or its rules for names
         known = sorted(
             file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json")
         )
         raise UserError(
-            f"model.path={name} is not a directory, and its config.json cannot be had from the hub "
-            f"({one_line(error, 150)}); put that file into {name}/, or use a model that is known "
-            f"here: {', '.join(known)}"
+            f"model.path={model.name} is not a directory, and its config.json cannot be had from "
+            f"the hub ({one_line(error, 150)}); put that file into {model.repository}/, or use a "
+            f"model that is known here: {', '.join(known)}"
         ) from None
 
 

@@ -35,11 +35,12 @@ from megatron_dcpo.objectives.supervised import find_loss
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import Offload
-from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.training.candidates import Candidates, JudgedAnswer, TextAnswer
+from megatron_dcpo.training.provenance import with_model_here
 from megatron_dcpo.training.run import build_optimizer, open_topology
 from megatron_dcpo.training.supervised import (
     SupervisedInputs,
@@ -115,6 +116,7 @@ def fit(
     there. Raises :class:`UserError` for samples that there is nothing to learn from.
     """
     check_labels(samples)
+    config = with_model_here(config)
     is_held_out = [
         posthoc.is_held_out(posthoc.problem_of(sample), options.held_out, options.seed)
         for sample in samples
@@ -171,6 +173,7 @@ def read_out(
     """Return what the adapter at ``config.model.adapter.path`` says of every sample, None of an
     answer that is not finished. Collective.
     """
+    config = with_model_here(config)
     answers = answers_of(config, samples, asking, correctness(samples))
     topology = open_topology(config)
     policy = build_policy(config.model, config.parallel, topology, training=False)
@@ -339,7 +342,7 @@ def _describe(
 ) -> None:
     description = {
         "kind": "adapter",
-        "model": config.model.path,
+        "model": hub.exact_name(config.model.path),
         "template": config.data.template,
         "thinking": config.data.thinking,
         "marker": asking.marker,

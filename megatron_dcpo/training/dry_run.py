@@ -1,5 +1,5 @@
-"""``dcpo train --dry-run``: a configuration against model, tokenizer and data. Loads no weights and
-starts no ranks.
+"""``dcpo train --dry-run``: a configuration against model, tokenizer and data. Loads no weights,
+and downloads none, and starts no ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.data.files import is_here, is_hub_name
@@ -21,6 +22,7 @@ from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method, resolve
 from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -29,7 +31,7 @@ from megatron_dcpo.training.preflight import (
     check_processes,
     check_tokens,
 )
-from megatron_dcpo.training.provenance import date_of
+from megatron_dcpo.training.provenance import date_of, with_model_here
 from megatron_dcpo.training.sources import load_sources, trained_problems
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
@@ -71,6 +73,8 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     Raises :class:`UserError` for contradictions, and for files that are not on this machine unless
     ``allow_missing``.
     """
+    if not allow_missing:
+        config = with_model_here(config, weights=False)
     world_size = os.environ.get("WORLD_SIZE")
     check_processes(config, None if world_size is None else int(world_size))
     check_loggers(config)
@@ -151,7 +155,8 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     paths = [source.path for source in config.data.sources]
     unread = [source for source in paths if _is_unread(source, allow_missing)]
     named = [f"{source} (not here)" if source in unread else source for source in paths]
-    facts = {"model": path, "data": ", ".join(named)}
+    name = hub.name_of(path)
+    facts = {"model": name, "data": ", ".join(named)}
     absent = allow_missing and not any(Path(path).glob("*.safetensors"))
     if absent and not Path(path).is_dir():
         return facts | {"model": f"{path} (not here)"}
@@ -159,10 +164,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     facts["model"] += f": {arch.name}, {number_of_parameters(arch):,} parameters"
     if absent:
         return facts
-    HFReader(path, arch).check(arch)
-    facts["model"] += (
-        f"; its {len(stored_shapes(arch)):,} tensors have the shapes that config.json implies"
-    )
+    facts["model"] += _describe_weights(path, arch)
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
@@ -191,6 +193,15 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     if warning:
         facts["warning"] = warning
     return facts
+
+
+def _describe_weights(path: str, arch: Architecture) -> str:
+    """Return what is known of the weights, which a model of the hub may not have here yet."""
+    commit = hub.commit_of(path)
+    if commit:
+        return f"; commit {commit} of the hub, whose weights the run downloads"
+    HFReader(path, arch).check(arch)
+    return f"; its {len(stored_shapes(arch)):,} tensors have the shapes that config.json implies"
 
 
 def _is_unread(path: str, allow_missing: bool) -> bool:

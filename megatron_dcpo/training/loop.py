@@ -41,6 +41,7 @@ def train(config: Config) -> None:
     ``run_dir``. Raises :class:`UserError` on bad input, and :class:`Stopped` after a signal, when
     everything done is saved.
     """
+    config = provenance.with_model_here(config)
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
         signals.begin_saving()
         provenance.prepare(run.directory, config, run.policy.topology.rank)

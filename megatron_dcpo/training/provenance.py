@@ -2,12 +2,13 @@
 changes, and what becomes of an earlier run there.
 
 ``run.json`` has an entry for every start and resumption: time, command line, version and commit,
-host, libraries, device, model and tokenizer by their digests. A configuration that differs from
-``config.yaml`` leaves a dated copy of the old one.
+host, libraries, device, model and tokenizer by their digests, a model of the hub by its commit. A
+configuration that differs from ``config.yaml`` leaves a dated copy of the old one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -17,10 +18,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -28,6 +29,7 @@ from megatron_dcpo import __version__
 from megatron_dcpo.checkpoints.manifest import latest_iteration
 from megatron_dcpo.config import RunConfig, flat, to_yaml
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
@@ -69,6 +71,20 @@ METHOD = "objective.name"
 # Options that say how a run is carried out, not what it computes.
 FREE = ("run_dir", "training.resume", "training.steps", "logging.")
 
+AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig)
+
+
+def with_model_here(config: AnyRunConfig, *, weights: bool = True) -> AnyRunConfig:
+    """Return the configuration with the directory of its model (:func:`hub.model_directory`). A
+    resumed run takes the commit that ``run.json`` has. Raises :class:`UserError`.
+    """
+    directory = Path(config.run_dir)
+    commit = ""
+    if config.training.resume == "auto" and has_checkpoint(directory):
+        commit = hub.recorded_commit(config.model.path, read_launches(directory))
+    path = hub.model_directory(config.model.path, commit=commit, weights=weights)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
+
 
 def date_of(config: RunConfig) -> date:
     """Return the date that a chat template writes in this run's prompts: that of its start if it is
@@ -84,13 +100,20 @@ def has_checkpoint(directory: Path) -> bool:
     return latest_iteration(directory / "checkpoints") is not None
 
 
-def launch(config: RunConfig, processes: int, done: int) -> dict[str, Any]:
+def launch(
+    config: RunConfig, processes: int, done: int, counts: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Return the entry of ``run.json`` for this start, after ``done`` steps, with ``processes``
-    ranks.
+    ranks. ``counts``: the problems, or examples, of each path of the data.
     """
     commit, dirty = source()
     libraries = {name: _version(name) for name in LIBRARIES}
-    model = Path(config.model.path)
+    path = config.model.path
+    model: dict[str, Any] = {"path": hub.name_of(path)}
+    model |= {**digests(Path(path)), **license_of(Path(path))}
+    commit_of_model = hub.commit_of(path)
+    if commit_of_model:
+        model["commit"] = commit_of_model
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "date": date_of(config).isoformat(),
@@ -104,7 +127,8 @@ def launch(config: RunConfig, processes: int, done: int) -> dict[str, Any]:
         "processes": processes,
         "python": platform.python_version(),
         "libraries": {name: version for name, version in libraries.items() if version},
-        "model": {"path": config.model.path, **digests(model)},
+        "model": model,
+        "data": dict(counts or {}),
     }
 
 
@@ -143,6 +167,24 @@ def digests(model: Path) -> dict[str, str]:
     return digests
 
 
+def license_of(model: Path) -> dict[str, str]:
+    """Return what the card of a model says of its license, in the keys of the hub; nothing if
+    there is no card, or if it does not say it.
+    """
+    card = model / "README.md"
+    if not card.is_file():
+        return {}
+    _, *parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", maxsplit=2)
+    try:
+        metadata = OmegaConf.to_container(OmegaConf.create(parts[0] if len(parts) == 2 else ""))
+    except Exception:  # whatever YAML's readers raise: a card is free text
+        return {}
+    if not isinstance(metadata, dict):
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return {key: metadata[key] for key in keys if isinstance(metadata.get(key), str)}
+
+
 def prepare(directory: Path, config: RunConfig, rank: int) -> None:
     """Check what ``directory`` holds before anything is written there: a run to continue, or one to
     move aside. Collective; raises :class:`UserError` on every rank.
@@ -172,18 +214,26 @@ def check_resume(directory: Path, config: RunConfig) -> None:
     """Raise :class:`UserError` when the configuration changes what a resumed run cannot change: the
     method, the model, its tokenizer.
     """
-    now = digests(Path(config.model.path))
+    path = config.model.path
+    now = digests(Path(path))
+    commit = hub.commit_of(path)
+    if commit:
+        now["commit"] = commit
     launches = read_launches(directory)
     before = launches[-1].get("model", {}) if launches else {}
     for key, what in (
         ("config_sha256", "another model"),
         ("tokenizer_sha256", "another tokenizer"),
+        ("commit", "another commit of its model"),
     ):
+        if key == "commit" and key not in now:
+            continue  # a directory, whose files have been compared
         if key in before and before[key] != now.get(key):
+            started_with = hub.recorded_name(str(before.get("path")), launches)
             raise UserError(
-                f"{directory} was started with {what}, {before.get('path')}, than "
-                f"model.path={config.model.path}; name that one to resume, or another run_dir to "
-                "start again"
+                f"{directory} was started with {what}, {started_with}, than "
+                f"model.path={hub.exact_name(path)}; name that one to resume, or another run_dir "
+                "to start again"
             )
     for name, old, new in differences(directory, config):
         if name == METHOD:
@@ -210,11 +260,18 @@ def differences(directory: Path, config: RunConfig) -> Iterator[tuple[str, Any, 
             yield name, old.get(name), new.get(name)
 
 
-def record_start(directory: Path, config: RunConfig, processes: int, done: int) -> None:
+def record_start(
+    directory: Path,
+    config: RunConfig,
+    processes: int,
+    *,
+    done: int,
+    counts: Mapping[str, int],
+) -> None:
     """Write ``config.yaml`` and add an entry to ``run.json``. When a run is resumed, warn of the
     options that differ, and keep a dated copy of the configuration that is replaced.
     """
-    entry = launch(config, processes, done)
+    entry = launch(config, processes, done, counts)
     path = directory / CONFIG
     changed = {}
     if done:

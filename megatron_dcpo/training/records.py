@@ -52,6 +52,7 @@ class Records:
         self.by_step = tuple(directory / name for name in by_step)
         self.metrics_path = directory / "metrics.jsonl"
         self.rows: list[dict[str, Any]] = []  # of the steps up to now
+        self.counts: Mapping[str, int] = {}  # problems or examples of each path of the data
         self.to_loggers: ToLoggers = _to_nobody
         self.progress = Progress(config.training.steps)
 
@@ -65,7 +66,13 @@ class Records:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            record_start(self.directory, self.run_config, self.processes, first_step - 1)
+            record_start(
+                self.directory,
+                self.run_config,
+                self.processes,
+                done=first_step - 1,
+                counts=self.counts,
+            )
             for path in self.by_step:
                 _keep_steps_before(path, first_step)
             self.rows = logged_rows(self.metrics_path)

@@ -34,7 +34,7 @@ from megatron_dcpo.rollout import (
 )
 from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
 from megatron_dcpo.rollout.vllm_host import VllmOptions
-from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology
 from megatron_dcpo.runtime.host_memory import ledger
@@ -170,6 +170,7 @@ def build(config: Config) -> Iterator[Run]:
         timers=timers,
         saver=saver,
     )
+    recorder.counts = {source.path: len(source.prompts) for source in inputs.sources}
     run = Run(
         config=config,
         directory=directory,
@@ -242,14 +243,22 @@ def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
 
 # ---------------------------------------------------------------------------- processes
 def open_topology(config: RunConfig) -> Topology:
-    """Open the process groups of a configuration; return this rank's position in them.
-    Collective.
+    """Open the process groups of a configuration; return this rank's position in them. Collective.
+    Raises :class:`UserError` if the ranks would start from different models.
     """
-    return distributed.initialize(
+    topology = distributed.initialize(
         config.parallel.sizes,
         seed=config.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+    commits = distributed.all_gather_objects(hub.commit_of(config.model.path))
+    if len(set(commits)) > 1:
+        raise UserError(
+            f"the ranks have taken different commits of {hub.name_of(config.model.path)}, which "
+            "has changed on the hub while they started, or whose cache on a node is old; start the "
+            f"run again, or name one: model.path={hub.exact_name(config.model.path)}"
+        )
+    return topology
 
 
 def start_watch(directory: Path, topology: Topology) -> Watchdog:

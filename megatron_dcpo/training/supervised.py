@@ -276,6 +276,7 @@ def fine_tune(config: SupervisedConfig) -> None:
     Raises :class:`UserError` on bad input, and :class:`Stopped` after a signal, when everything
     done is saved.
     """
+    config = provenance.with_model_here(config)
     with (
         build(config, read_inputs(config)) as run,
         lock_run_dir(run.records.directory, run.policy.topology.rank),
@@ -372,6 +373,8 @@ def build(config: SupervisedConfig, inputs: SupervisedInputs) -> Iterator[Superv
         topology=topology,
         training=config.training,
     )
+    records = SupervisedRecords(config, topology, timers, saver)
+    records.counts = {config.data.path: len(inputs.examples)}
     run = SupervisedRun(
         config=config,
         inputs=inputs,
@@ -380,7 +383,7 @@ def build(config: SupervisedConfig, inputs: SupervisedInputs) -> Iterator[Superv
         trainer=trainer,
         timers=timers,
         checkpointer=checkpointer,
-        records=SupervisedRecords(config, topology, timers, saver),
+        records=records,
     )
     with watch:
         yield run

@@ -63,7 +63,7 @@ def test_a_directory_is_taken_before_the_name(tmp_path):
 def test_another_name_is_asked_for_at_the_hub_once(tmp_path, monkeypatch):
     asked = []
 
-    def give(name, file):
+    def give(name, file, revision):
         asked.append((name, file))
         return str(plan.MODELS / "Qwen" / "Qwen3-0.6B" / file)
 
@@ -75,7 +75,7 @@ def test_another_name_is_asked_for_at_the_hub_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [OSError("no network\nat all"), ValueError("Repo id must be")])
 def test_what_the_hub_does_not_give_is_one_line(monkeypatch, error):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)

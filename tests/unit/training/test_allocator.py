@@ -71,6 +71,7 @@ def test_on_where_there_is_no_engine(calls, monkeypatch, verb):
     if verb == "its --apply":
         monkeypatch.setattr(confidence_adapter, "answers_of", lambda *_: [])
         monkeypatch.setattr(confidence_adapter, "_readings", lambda *_: [])
+        monkeypatch.setattr(confidence_adapter, "with_model_here", lambda config: config)
         confidence_adapter.read_out(MagicMock(), [], MagicMock())
     else:
         module = supervised if verb == "sft" else confidence_adapter

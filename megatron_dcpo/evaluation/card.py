@@ -1,0 +1,292 @@
+"""The model card of a run: ``README.md`` of what ``dcpo train`` and ``dcpo sft`` leave and ``dcpo
+push`` uploads. Every number is from the records of the run: ``config.yaml``, ``run.json``,
+``metrics.jsonl``, and the evaluation in ``RUN/eval``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from omegaconf import OmegaConf
+
+from megatron_dcpo.data.benchmarks import BENCHMARKS
+from megatron_dcpo.data.files import is_here, is_hub_name
+from megatron_dcpo.evaluation import run_description
+from megatron_dcpo.evaluation.evaluate import scored_kinds
+from megatron_dcpo.evaluation.report import format_value
+from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, read_run
+from megatron_dcpo.evaluation.scoring import LOOKUP, METRICS, headline
+from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.run_records import read_launches
+
+CARD = "README.md"
+DIAGRAM = "reliability.png"
+EVALUATION = "eval"  # the directory of a run in which its evaluation is looked for
+MARKER = "<!-- dcpo writes this card; remove this line to keep a card of your own -->"
+_SHOWN = ("accuracy", "ece", "brier", "auroc", "auroc_within", "violation_rate", "n")
+_TOY_BYTES = 10_000_000  # of weights
+_LICENSE = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The text of a card, and the file of its reliability diagram, None without one."""
+
+    text: str
+    diagram: Path | None
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The rows of a card's table of results, what they were measured on, the diagram, the command
+    that measured them.
+    """
+
+    measured_on: str = ""
+    rows: Sequence[Sequence[str]] = ()
+    diagram: Path | None = None
+    command: str = ""
+    unknown: Sequence[str] = field(default_factory=list)
+
+
+def write_card(run_dir: Path, directory: Path) -> None:
+    """Write the card of a run that has just ended into the directory of its policy or its adapter.
+    An evaluation in the run's directory is of an earlier policy.
+    """
+    card = model_card(run_dir, directory, with_evaluation=False)
+    write_atomically(directory / CARD, card.text)
+
+
+def model_card(run_dir: Path, directory: Path, with_evaluation: bool = True) -> ModelCard:
+    """Return the card of the policy or the adapter in ``directory``, by the records of the run."""
+    run = read_run(run_dir)
+    results = _evaluated(run_dir, directory) if with_evaluation else None
+    if results is None:
+        results = _validated(run)
+    launches = read_launches(run_dir)
+    environment = Environment(
+        loader=PackageLoader("megatron_dcpo.evaluation", ""),
+        autoescape=False,  # Markdown; what is foreign in it goes through _cell
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    is_adapter = (directory / "adapter_config.json").is_file()
+    text = environment.get_template("card.md.j2").render(
+        metadata=OmegaConf.to_yaml(OmegaConf.create(metadata_of(run_dir, is_adapter))),
+        title=_cell(run_dir.resolve().name),
+        kind="A low-rank adapter (LoRA)" if is_adapter else "A language model",
+        facts=[(name, _cell(value)) for name, value in _facts(run, launches)],
+        trained_by=_command(launches[0]) if launches else "",
+        measured_on=results.measured_on,
+        columns=["", *(METRICS[key].label for key in _SHOWN)],
+        results=results.rows,
+        diagram=DIAGRAM if results.diagram else "",
+        evaluated_by=results.command,
+        unknown=[*results.unknown, *_unknown(run_dir, directory)],
+        marker=MARKER,
+    )
+    return ModelCard(text=text, diagram=results.diagram)
+
+
+def metadata_of(run_dir: Path, is_adapter: bool) -> dict[str, Any]:
+    """Return the hub's metadata of a run: the keys that its records say something about."""
+    model = _model(run_dir)
+    options = run_description.options(run_dir)
+    metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    if "commit" in model:
+        metadata["base_model"] = str(model["path"]).partition("@")[0]
+    datasets = [re.split("[:@]", path)[0] for path in _data(options) if _is_on_hub(path)]
+    if datasets:
+        metadata["datasets"] = datasets
+    metadata |= {key: str(model[key]) for key in _LICENSE if model.get(key)}
+    metadata["tags"] = list(dict.fromkeys(["dcpo", _method(run_dir, options)]))
+    return metadata
+
+
+# ------------------------------------------------------------------------------------ the training
+
+
+def _facts(run: EvaluatedRun, launches: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return what the run was trained from and with, as far as it is recorded."""
+    options = run_description.options(run.path)
+    model = _model(run.path)
+    last = launches[-1] if launches else {}
+    base = _basename(str(model.get("path", "")))
+    if "commit" in model:
+        base = f"{model['path']}, commit {model['commit']}"
+    steps = run.metrics[-1].get("step") if run.metrics else None
+    facts = {
+        "trained from": base,
+        "method": _method(run.path, options),
+        "preset": str(options.get("objective.preset") or ""),
+        "data": ", ".join(_data_of(options, last, is_supervised(run.path))),
+        "steps": "" if steps is None else str(steps),
+        "seed": str(options.get("seed", "")),
+        "version": str(last.get("version") or ""),
+        "commit of Megatron-DCPO": _commit(last),
+        "device": str(last.get("device") or ""),
+    }
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def _model(run_dir: Path) -> Mapping[str, Any]:
+    """Return what ``run.json`` says of the model that the run was started from."""
+    launches = read_launches(run_dir)
+    model = launches[0].get("model") if launches else None
+    return model if isinstance(model, Mapping) else {}
+
+
+def _method(run_dir: Path, options: Mapping[str, Any]) -> str:
+    if is_supervised(run_dir):
+        return "sft"
+    # of a method of one's own: the name of its function
+    return str(options.get("objective.name", "")).rpartition(":")[2]
+
+
+def _data(options: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the data, of one source or of several."""
+    paths = options.get("data.path", "")
+    if not isinstance(paths, list):
+        paths = [paths]
+    found = [one.get("path", "") if isinstance(one, Mapping) else one for one in paths]
+    return [str(path) for path in found if path]
+
+
+def _data_of(options: Mapping[str, Any], launch: Mapping[str, Any], is_sft: bool) -> list[str]:
+    """Return the data by name and, as far as it is recorded, by size."""
+    counts = launch.get("data")
+    what = "examples" if is_sft else "problems"
+    described = []
+    for path in _data(options):
+        name = path if _is_on_hub(path) else _basename(path)
+        if isinstance(counts, Mapping) and path in counts:
+            name += f" ({counts[path]:,} {what})"
+        described.append(name)
+    return described
+
+
+def _is_on_hub(path: str) -> bool:
+    return is_hub_name(path) and not is_here(path)
+
+
+def _commit(launch: Mapping[str, Any]) -> str:
+    commit = str(launch.get("commit") or "")
+    return f"{commit}, with changes" if commit and launch.get("uncommitted_changes") else commit
+
+
+def _command(launch: Mapping[str, Any]) -> str:
+    """Return the recorded command, without the directories of the machine that it ran on."""
+    words = launch.get("command")
+    if not isinstance(words, list) or not words:
+        return ""
+    shown = [_without_directories(str(word)) for word in words[1:]]
+    return shlex.join(["dcpo", *shown]).replace("`", "")
+
+
+def _without_directories(text: str) -> str:
+    """Return a text in which an absolute path is its last part."""
+    return re.sub(r"(?<![\w.~:/-])[~]?/(?:[^/\s,=]+/)*", "", text)
+
+
+def _basename(path: str) -> str:
+    return Path(path).name
+
+
+# ------------------------------------------------------------------------------------- the results
+
+
+def _evaluated(run_dir: Path, directory: Path) -> _Results | None:
+    """Return the results in ``RUN/eval``; None if there are none, or if they are of another
+    model.
+    """
+    folder = run_dir / EVALUATION
+    if not (folder / "evaluation.json").is_file():
+        return None
+    evaluation = read_run(folder).evaluation
+    if not evaluation or not _is_of(evaluation, run_dir, directory):
+        return None
+    benchmarks = list(evaluation["benchmarks"])
+    rows = []
+    for name in benchmarks:
+        scores = evaluation["benchmarks"][name]
+        for kind in (*scored_kinds(scores), LOOKUP):
+            if kind in scores:
+                rows.append(_row(f"{name}, {kind}", headline(evaluation, kind, name)))
+    sampled = run_description.sampling_text(evaluation.get("sampled") or {}, evaluation)
+    sampled = sampled and f"; {_cell(sampled)}"
+    first = scored_kinds(evaluation["overall"])[:1] or [""]
+    name = benchmarks[0] if len(benchmarks) == 1 else "overall"
+    file = re.sub(r"[^\w.-]", "_", name)[:100]
+    diagram = folder / "diagrams" / f"reliability_{file}_{first[0]}.png"
+    named = [_cell(one) if one in BENCHMARKS else f"{_cell(one)}=FILE" for one in benchmarks]
+    command = f"dcpo evaluate --model . --benchmarks {','.join(named)} --out eval"
+    return _Results(
+        measured_on=f"By `dcpo evaluate`, a row for each confidence{sampled}.",
+        rows=rows,
+        diagram=diagram if diagram.is_file() else None,
+        command=command,
+    )
+
+
+def _is_of(evaluation: Mapping[str, Any], run_dir: Path, directory: Path) -> bool:
+    """Return whether an evaluation is that of the model in ``directory`` as it is now: by the path
+    that it names, and because it is not older than the weights.
+    """
+    model = Path(str(evaluation.get("model", "")))
+    named = (run_dir.resolve().name, directory.name)
+    if model.parts[-2:] != named and model.resolve() != directory.resolve():
+        return False
+    written = (run_dir / EVALUATION / "evaluation.json").stat().st_mtime
+    weights = [path.stat().st_mtime for path in directory.glob("*.safetensors")]
+    return all(time <= written for time in weights)
+
+
+def _validated(run: EvaluatedRun) -> _Results:
+    """Return the results of the run's last validation; none if nothing was validated."""
+    validated = [row for row in run.metrics if _benchmarks_of(row)]
+    if not validated:
+        return _Results(unknown=["It was never evaluated: what it gets right is not known."])
+    last = validated[-1]
+    rows = []
+    for name in _benchmarks_of(last):
+        values = {key: last.get(f"evaluation/{name}/{key}") for key in _SHOWN}
+        rows.append(_row(f"{name}, verbal", values))
+    return _Results(
+        measured_on=f"By the validation after step {last.get('step')} of the training.",
+        rows=rows,
+        unknown=["It was validated while it was trained, and never evaluated afterwards."],
+    )
+
+
+def _benchmarks_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the benchmarks that a row of ``metrics.jsonl`` has the accuracy of."""
+    keys = [key.split("/") for key in row if key.startswith("evaluation/")]
+    return [parts[1] for parts in keys if len(parts) == 3 and parts[2] == "accuracy"]
+
+
+def _row(name: str, values: Mapping[str, Any]) -> list[str]:
+    return [_cell(name), *(format_value(key, values.get(key)) for key in _SHOWN)]
+
+
+def _unknown(run_dir: Path, directory: Path) -> list[str]:
+    model = _model(run_dir)
+    lines = ["Its safety was not evaluated."]
+    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    if size < _TOY_BYTES and not (directory / "adapter_config.json").is_file():
+        lines.append("It is a toy: too small for anything but the task it was trained on.")
+    if not model.get("license"):
+        lines.append("The license of the model that it was trained from is not recorded.")
+    if "commit" not in model:
+        lines.append("It was trained from a directory, whose origin is not recorded.")
+    return lines
+
+
+def _cell(text: str) -> str:
+    """Return a text as one line that is no markup of a table."""
+    return re.sub(r"[|`<>\s]+", " ", text).strip()
