@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 smollm2-served serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs dist clean
 
 setup: $(VENV)/.installed
@@ -54,6 +54,10 @@ quickstart-moe: setup
 smollm2: setup
 	PYTHON=$(BIN)/python examples/smollm2/prepare.sh runs/smollm2
 	$(BIN)/python examples/smollm2/run.py --seed $(SEED)
+
+# the same model as it was released, untrained: a confidence fitted on 400 of its answers, served, and asked; 10 to 20 minutes
+smollm2-served: setup
+	PYTHON=$(BIN)/python examples/smollm2/served.sh runs/smollm2
 
 # the quickstart's policy behind a server, and dcpo serve in front of it: a page with answers and their confidences
 serve: setup

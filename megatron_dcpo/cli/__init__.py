@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import (
@@ -61,6 +61,7 @@ VERBS = {
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",
     "doctor": "check this installation",
 }
+_LONGEST_USAGE = 5  # lines that are shown before an error
 # the verbs that run on several ranks
 _ON_RANKS = ("train", "sft", "evaluate")
 # a disk is full or read-only, or a path is not the file or directory it should be
@@ -115,7 +116,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments. Only the module of the called verb is imported, so that help
     appears at once.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dcpo",
         description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
     )
@@ -147,6 +148,18 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser of a verb, whose errors are not buried under the options of a verb that has many."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print a short usage or none, what is wrong and where all options are; exit with 2."""
+        usage = self.format_usage()
+        if usage.count("\n") > _LONGEST_USAGE:
+            usage = ""
+            message += f" ({self.prog} --help lists all options)"
+        self.exit(EXIT_USER_ERROR, f"{usage}{self.prog}: error: {message}\n")
 
 
 def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
