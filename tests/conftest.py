@@ -22,8 +22,8 @@ FULL_CASES = Path(__file__).with_name("full_cases.txt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of ``full_cases.txt`` as ``full``. It is an error if an entry names no test of a
-    module that is collected whole.
+    """Mark the cases of ``full_cases.txt`` as ``full``. It is an error if an entry names no test of
+    a module that is collected whole.
     """
     lines = FULL_CASES.read_text().splitlines()
     names = {line.rpartition(" : ")[0] for line in lines if not line.startswith("#")}
