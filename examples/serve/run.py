@@ -95,7 +95,9 @@ def ask(proxy: Sequence[str], address: str, questions: Sequence[str]) -> int:
                     (choice,) = reply.json()["choices"]
                     answer = " ".join(choice["message"]["content"].split())
                     confidence = choice["confidence"]
-                    shown = "none" if confidence is None else f"{confidence:.2f}"
+                    shown = choice["confidence_reason"]
+                    if confidence is not None:
+                        shown = f"{confidence:.2f}"
                     print(f"{question}   confidence {shown}   {answer}", flush=True)
         finally:
             server.terminate()

@@ -99,6 +99,12 @@ def _run(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         # everything is saved, but a judge may still be busy with the abandoned rollout
         os._exit(stopped.exit_status)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        # a verb returns its status; code of the user's, called by it, would end it as a success
+        print(f"dcpo {args.verb}: error: ended before its end by sys.exit()", file=sys.stderr)
+        return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ from megatron_dcpo.runtime.device import (
 from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import FinishReason, Prompt, Response
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import number_of_parameters
 
@@ -258,7 +258,7 @@ class VllmEngine(Engine):
                 f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}"
             )
         ids = np.array(completion.token_ids, np.int64)
-        finish_reason: Literal["stop", "length", "abort"] = "length"
+        finish_reason: FinishReason = "length"
         if completion.finish_reason is None:
             finish_reason = "abort"
         elif completion.finish_reason == "stop":

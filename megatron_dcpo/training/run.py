@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config, RunConfig
@@ -439,6 +440,7 @@ def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | N
     if not path:
         return None
     function = load_rollout_function(path)
+    vocab_size = read_architecture(config.model.path).vocab_size
 
     def stream(
         samples: Samples, sampling: SamplingConfig, step: int
@@ -446,7 +448,9 @@ def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | N
         context = RolloutContext(
             engine=engine, tokenizer=inputs.tokenizer, sampling=sampling, step=step
         )
-        return checked_stream(function, path, samples, context)
+        return checked_stream(
+            function=function, path=path, samples=samples, context=context, vocab_size=vocab_size
+        )
 
     return stream
 

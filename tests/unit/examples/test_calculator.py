@@ -63,7 +63,13 @@ def answered(script: dict[str, str]) -> list[Response]:
     context = RolloutContext(
         engine=engine, tokenizer=TOKENIZER, sampling=SamplingConfig(max_tokens=64), step=1
     )
-    stream = checked_stream(load_rollout_function(PATH), PATH, [(prompt, 0), (prompt, 1)], context)
+    stream = checked_stream(
+        function=load_rollout_function(PATH),
+        path=PATH,
+        samples=[(prompt, 0), (prompt, 1)],
+        context=context,
+        vocab_size=len(TOKENIZER),
+    )
     responses = [one for together in stream for one in together]
     assert max(len(response.token_ids) for response in responses) <= 64
     assert set(engine.limits) == {64 - 12 - 4}, "both turns fit into a response"
