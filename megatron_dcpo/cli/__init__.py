@@ -64,6 +64,9 @@ VERBS = {
 _LONGEST_USAGE = 5  # lines that are shown before an error
 # the verbs that run on several ranks
 _ON_RANKS = ("train", "sft", "evaluate")
+# the verbs that take section.key=value, and those whose bare YAML file is the configuration
+_TAKE_OVERRIDES = ("train", "sft", "plan", "evaluate", "calibrate")
+_NAME_CONFIG = ("train", "sft", "plan")
 # a disk is full or read-only, or a path is not the file or directory it should be
 _DISK_REFUSES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -190,11 +193,10 @@ def as_options(words: Sequence[str]) -> list[str]:
     ``train x.yaml`` names the configuration, ``--section.key value`` is an override, and a bare
     ``--resume`` means ``auto``.
     """
-    if not words or words[0] not in ("train", "sft", "plan", "evaluate"):
+    if not words or words[0] not in _TAKE_OVERRIDES:
         return list(words)
     verb, *rest = words
-    # the YAML files of evaluate belong to --config and --as-trained
-    needs_config = verb != "evaluate" and "--config" not in words
+    needs_config = verb in _NAME_CONFIG and "--config" not in words
     options: list[str] = []
     while rest:
         word = rest.pop(0)
