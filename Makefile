@@ -55,7 +55,7 @@ smollm2: setup
 	PYTHON=$(BIN)/python examples/smollm2/prepare.sh runs/smollm2
 	$(BIN)/python examples/smollm2/run.py --seed $(SEED)
 
-# the same model as it was released, untrained: a confidence fitted on 400 of its answers, served, and asked; 10 to 20 minutes
+# the same model as it was released, untrained: a confidence fitted on 200 of its answers, served, and asked; five minutes
 smollm2-served: setup
 	PYTHON=$(BIN)/python examples/smollm2/served.sh runs/smollm2
 
@@ -109,10 +109,11 @@ test-grid: setup
 	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest -s tests/distributed/test_grid.py
 
 # 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4), every signal in every phase of a step
-# (the suite: two), and one failure of each kind of file
+# (the suite: two), one failure of each kind of file, and 30 SIGKILLs of each other verb that continues
 test-resilience: setup
 	OMP_NUM_THREADS=1 DCPO_KILLS=20 DCPO_SIGNALS=all $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
 		tests/distributed/test_watch.py tests/distributed/test_nonfinite.py tests/system/test_faults.py
+	OMP_NUM_THREADS=1 DCPO_KILLS=30 $(BIN)/python -m pytest -s tests/system/test_kills.py
 
 # 500 steps of the quickstart: memory, threads, files, processes, shared memory
 test-soak: setup

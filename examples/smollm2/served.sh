@@ -13,7 +13,7 @@ grep -m 200 -E '"kind": "chain_sum [12]"' "$out/data/train.jsonl" > "$out/served
 # The model boxes nothing: its last number is taken for its answer, and the prompt is the problem alone. A confidence is
 # fitted on answers like those that it is asked for: greedy ones.
 "${dcpo[@]}" evaluate --model "$out/base" --benchmarks "sums=$out/served/problems.jsonl" --template chat \
-    --verifier "$here/last_number.py:verify" --temperature 0 --max-tokens 48 --engine transformers --out "$out/served/evaluated"
+    --verifier "$here/last_number.py:verify" --temperature 0 --repeats 1 --max-tokens 48 --engine transformers --out "$out/served/evaluated"
 "${dcpo[@]}" calibrate --samples "$out/served/evaluated/samples.jsonl" --out "$out/served/confidence.npz"
 asked="State the final answer to the following arithmetic problem:"
 "$python" "$here/../serve/run.py" --model "$out/base" --out "$out/served" \

@@ -61,6 +61,7 @@ VERBS = {
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",
     "doctor": "check this installation",
 }
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _LONGEST_USAGE = 5  # lines that are shown before an error
 # the verbs that run on several ranks
 _ON_RANKS = ("train", "sft", "evaluate")
@@ -184,6 +185,8 @@ def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
         return f"{missing} is not installed, which this verb needs; {how}"
     if isinstance(error, UserError) or error.errno in _DISK_REFUSES:
         return str(error)
+    if error.errno in _TOO_MANY_FILES:
+        return f"{error}; raise the limit of open files (ulimit -n)"
     return None
 
 

@@ -64,7 +64,7 @@ def _state(directory: Path) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many kills met a running process, of how many, and how many ended rounds were compared."""
+    """How many kills met a running process, of how many, and how many rounds were compared."""
 
     killed: int
     tried: int

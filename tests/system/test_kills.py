@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run, without_clocks
 
 POLICY = QUICKSTART / "policy"
+pytestmark = pytest.mark.timeout(1800)  # of thirty kills
 EVALUATED = (
     "evaluate",
     *("--model", POLICY, "--template", "raw", "--engine", "transformers"),
@@ -92,6 +92,7 @@ def test_an_adapter_of_a_confidence(answers: Path, tmp_path: Path) -> None:
     assert_killed(killed_in_rounds(words, training_of, tmp_path))
 
 
+@pytest.mark.full
 def test_a_training_that_starts_from_an_adapter(adapter: Path, tmp_path: Path) -> None:
     def words(directory: Path) -> tuple[object, ...]:
         return (
@@ -103,6 +104,7 @@ def test_a_training_that_starts_from_an_adapter(adapter: Path, tmp_path: Path) -
     assert_killed(killed_in_rounds(words, training_of, tmp_path))
 
 
+@pytest.mark.full
 def test_a_training_on_an_environment(tmp_path: Path) -> None:
     values = {
         "base": str(QUICKSTART / "dcpo.yaml"),
