@@ -74,9 +74,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_killed(rounds: Any) -> None:
     print(rounds)
-    assert rounds.tried >= KILLS
-    assert rounds.compared == -(-KILLS // KILLS_OF_A_ROUND)
-    assert rounds.killed > 0
+    assert rounds.killed >= KILLS
+    assert rounds.compared >= -(-KILLS // KILLS_OF_A_ROUND)
 
 
 def test_an_adapter_of_a_confidence(answers: Path, tmp_path: Path) -> None:
