@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/serve"))
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--upstream-port", type=int, default=8101)
-    parser.add_argument("--example", default="58*2=", help="a question that the page suggests")
     parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
     args = parser.parse_args(argv)
     confidence = args.out / "confidence.npz"
@@ -53,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with subprocess.Popen(server) as upstream:
         try:
             wait_for(endpoint, upstream)
-            proxy = [*DCPO, "serve", *given, "--port", str(args.port), "--example", args.example]
+            proxy = [*DCPO, "serve", *given, "--port", str(args.port), "--example", "58*2="]
             if args.ask:
                 return ask(proxy, f"http://127.0.0.1:{args.port}/v1", args.ask)
-            print(f"open http://127.0.0.1:{args.port} and ask {args.example}", flush=True)
+            print(f"open http://127.0.0.1:{args.port} and ask 58*2=", flush=True)
             with suppress(KeyboardInterrupt):
                 return subprocess.run(proxy, check=False).returncode
             return 0

@@ -107,8 +107,7 @@ def _run(args: argparse.Namespace) -> int:
         if ended.code:
             raise
         # a verb returns its status; code of the user's, called by it, would end it as a success
-        print(f"dcpo {args.verb}: error: ended before its end by sys.exit()", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return _refused(args.verb, "sys.exit() of code that it called ended it early")
     except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -116,10 +115,15 @@ def _run(args: argparse.Namespace) -> int:
         refusal = _refusal(error)
         if args.debug or refusal is None:
             raise
-        if _ranks_differ() or not _first_rank_prints(args.verb):
-            print(printable(f"dcpo {args.verb}: error: {refusal}"), file=sys.stderr)
-        _tell_launcher(refusal)
-        return EXIT_USER_ERROR
+        return _refused(args.verb, refusal)
+
+
+def _refused(verb: str, refusal: str) -> int:
+    """Say in one line why the verb ended, here and to the launcher; return its exit status."""
+    if _ranks_differ() or not _first_rank_prints(verb):
+        print(printable(f"dcpo {verb}: error: {refusal}"), file=sys.stderr)
+    _tell_launcher(refusal)
+    return EXIT_USER_ERROR
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -277,7 +281,7 @@ def _first_rank_prints(verb: str) -> bool:
     """Return whether the first rank of the job prints what this one would. A rank in the
     environment alone says nothing: a shell may have it from elsewhere.
     """
-    return verb in _ON_RANKS and signals.under_launcher() and os.environ.get("RANK", "0") != "0"
+    return verb in _ON_RANKS and signals.under_launcher() and signals.launched_rank() != 0
 
 
 def _ranks_differ() -> bool:

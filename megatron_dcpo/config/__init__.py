@@ -322,13 +322,16 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str) -> None:
     """Refuse unknown keys first: pydantic would report them last, and without the nearest valid
     name.
     """
-    for prefix, key, section in _unknown_keys(values, kind, ()):
-        known = section_fields(section)
-        near = nearest(key, known, cutoff=0.7)
-        here = ".".join((*prefix, near)) if near else None
-        meant = _named_elsewhere(key, kind) or here or _of_another_section(key, kind)
-        hint = f"did you mean {meant}?" if meant else f"valid keys: {', '.join(sorted(known))}"
-        raise UserError(f"{source}: unknown key {'.'.join((*prefix, key))}; {hint}")
+    unknown = next(_unknown_keys(values, kind, ()), None)
+    if unknown is None:
+        return
+    prefix, key, section = unknown
+    known = section_fields(section)
+    near = nearest(key, known, cutoff=0.7)
+    here = ".".join((*prefix, near)) if near else None
+    meant = _named_elsewhere(key, kind) or here or _of_another_section(key, kind)
+    hint = f"did you mean {meant}?" if meant else f"valid keys: {', '.join(sorted(known))}"
+    raise UserError(f"{source}: unknown key {'.'.join((*prefix, key))}; {hint}")
 
 
 def _unknown_keys(

@@ -57,7 +57,7 @@ from megatron_dcpo.runtime.device import (
 )
 from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
 from megatron_dcpo.runtime.host_memory import ledger
-from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
+from megatron_dcpo.runtime.signals import RolloutAbandoned, launched_rank, stop_requested
 from megatron_dcpo.types import FinishReason, Prompt, Response
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import number_of_parameters
@@ -492,7 +492,7 @@ class VllmEngine(Engine):
         Without a name it still works, and conflicts with no other job.
         """
         size = self.tensor_model_parallel_size
-        rank = int(os.environ.get("RANK", "0"))
+        rank = launched_rank()
         first = rank - rank % size
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):

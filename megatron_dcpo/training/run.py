@@ -334,8 +334,8 @@ def build_updater(
 
 # ---------------------------------------------------------------------------- engine and rollouts
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
-    """Return this rank's engine. It has placeholder weights until the first push of the policy's.
-    Raises :class:`UserError`.
+    """Return this rank's engine. Its weights are placeholders until the policy's are handed
+    over. Raises :class:`UserError`.
     """
     rollout = config.rollout
     if rollout.engine == "server":
