@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.chat_template import ChatSwitches, markup_in, split_end, written_answer
+from megatron_dcpo.data.chat_template import (
+    ChatSwitches,
+    foreign_end,
+    markup_in,
+    split_end,
+    written_answer,
+)
 from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.datasets import PromptOptions, task_name
 from megatron_dcpo.data.demonstration_rows import Conversation, RowReader
@@ -219,6 +225,12 @@ def _response(
         raise prompts.PromptError(
             f"the response holds {token!r:.40}, which the chat template writes around a turn; give "
             "the chat as messages, or use data.template=raw"
+        )
+    end_of_others = foreign_end(text) if is_chat else None
+    if end_of_others:
+        raise prompts.PromptError(
+            f"the response ends with {end_of_others!r}, the end token of another model, which "
+            "would be learned as text; remove it, or use data.template=raw"
         )
     return text, end
 

@@ -34,7 +34,7 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 # a part of a data set; older releases of the datasets library put a fingerprint behind the numbers
 _SHARD = re.compile(
     r"(?P<split>.+?)[-_.](?P<number>\d+)[-_]of[-_](?P<total>\d+)"
-    r"(?P<fingerprint>[-_.][0-9a-zA-Z]{4,64})?(?P<suffix>(?:\.[a-z]+)+)"
+    r"(?P<fingerprint>[-_.][0-9a-zA-Z_-]{1,80})?(?P<suffix>(?:\.[a-z]+)+)"
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 

@@ -253,7 +253,10 @@ def test_a_pattern_is_searched_for_beside_the_configuration(
 
 @pytest.mark.parametrize(
     "pattern",
-    ["train-{n:05d}-of-00003-0a1b{n}c3d4e5f6071.jsonl", "train_{n}_of_3.jsonl", "p-{n}-of-3.jsonl"],
+    [
+        *("train-{n:05d}-of-00003-0a1b{n}c3d4e5f6071.jsonl", "train_{n}_of_3.jsonl"),
+        *("p-{n}-of-3.jsonl", "q-{n:05d}-of-00003-9f-{n}c3d_4e5f.jsonl"),
+    ],
 )
 def test_parts_of_any_names_are_all_there_or_refused(tmp_path: Path, pattern: str) -> None:
     for n in range(3):
