@@ -23,7 +23,7 @@ from megatron_dcpo.evaluation.foreign.answered import (
     Answered,
     share,
     verdict,
-    without_end_token,
+    without_end_tokens,
 )
 from megatron_dcpo.evaluation.foreign.inspect_log import is_inspect_log, read_inspect
 from megatron_dcpo.evaluation.foreign.rows import FORMS, Form
@@ -107,7 +107,7 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
         task = one.task or file.stem
         sample_index = repeats.get((task, one.group), 0)
         repeats[task, one.group] = sample_index + 1
-        text = without_end_token(one.text)
+        text = without_end_tokens(one.text)
         parsed = parse_confidence(text, marker=marker, finished=one.finished, opener="")
         confidence, status = parsed.confidence, parsed.status
         if one.confidence is not None:

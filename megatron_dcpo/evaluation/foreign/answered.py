@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dcpo.data.chat_template import ENDS
 from megatron_dcpo.errors import UserError
 
 # Inspect's letters as its value_to_float reads them (P is partial, N no answer), and words
@@ -26,7 +27,8 @@ _VERDICTS = {
     "noanswer": 0.0,
 }
 # what chat templates write behind an answer, which some logs keep
-_END_TOKEN = re.compile(r"\s*<(\|im_end\||\|endoftext\||\|eot_id\||/s|end_of_turn|eos)>\s*$")
+_NAMES = "|".join(map(re.escape, (*ENDS, "<pad>", "<|pad|>")))
+_END_TOKENS = re.compile(rf"(?:\s*(?:{_NAMES}))+\s*$")
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def verdict(value: object, where: str) -> float:
     return share(value, where)
 
 
-def without_end_token(text: str) -> str:
-    """Return a response without the end token of its turn, if a log has kept it."""
-    return _END_TOKEN.sub("", text)
+def without_end_tokens(text: str) -> str:
+    """Return a response without the end tokens of its turn, if a log has kept them."""
+    return _END_TOKENS.sub("", text)
 
 
 def share(value: object, where: str) -> float:

@@ -31,6 +31,7 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
     """
     task = file.stem.removeprefix("samples_").rpartition("_")[0] or file.stem
     counts: Counter[str] = Counter()
+    metrics: Counter[str] = Counter()
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
         name = str(row.get("filter") or "none")
@@ -38,6 +39,8 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
         filter_name = filter_name or name
         if name != filter_name:
             continue
+        metric, *other_metrics = _metrics_of(row, where)
+        metrics.update(f"{metric} (and not {other})" for other in other_metrics)
         probability = _share_of_choice(_options_of(row))
         text = ""
         if probability is None:
@@ -45,7 +48,7 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
         document = row.get("doc") or {}
         yield Answered(
             group=str(row.get("doc_id")),
-            correct=verdict(row[_metric_of(row, where)], where),
+            correct=verdict(row[metric], where),
             confidence=probability,
             text=text,
             problem=_first_text(document, ("question", "problem", "query", "input")),
@@ -56,6 +59,13 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
             labels=labels_of(document),
         )
     _report_filters(file, counts, filter_name)
+    for chosen, count in metrics.items():
+        logger.warning(
+            "%s: the verdict of %d rows is their %s; --columns correct=NAME names another",
+            file,
+            count,
+            chosen,
+        )
 
 
 def _report_filters(file: Path, counts: Counter[str], chosen: str) -> None:
@@ -74,16 +84,18 @@ def _report_filters(file: Path, counts: Counter[str], chosen: str) -> None:
         )
 
 
-def _metric_of(row: Mapping[str, Any], where: str) -> str:
-    """Return the name of the column that holds the verdict."""
-    metric = next((name for name in _METRICS if name in row), None)
-    if metric is None:
+def _metrics_of(row: Mapping[str, Any], where: str) -> list[str]:
+    """Return the names of the columns that hold a verdict, the one that is read first. Raises
+    :class:`UserError` if there is none.
+    """
+    metrics = [name for name in _METRICS if name in row]
+    if not metrics:
         named = row.get("metrics") or ["none"]
         raise UserError(
             f"{where} has none of the metrics {', '.join(_METRICS)} but {named}; name its "
             "column, --columns correct=NAME"
         )
-    return metric
+    return metrics
 
 
 def _options_of(row: Mapping[str, Any]) -> Sequence[Any]:

@@ -300,6 +300,24 @@ def test_a_document_counts_once_whatever_filters_log_it(
         read_any(file, {"filter": "lenient"})
 
 
+def test_the_verdict_that_is_read_is_said_where_there_are_several(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"doc_id": 0, "resps": [["4"]], "exact_match": 0.0, "math_verify": 1.0}
+    file = lm_eval_rows(tmp_path, row)
+    assert [verdict for _, verdict, _ in shown(file)] == [0.0]
+    assert "exact_match (and not math_verify)" in caplog.text
+    caplog.clear()
+    two = answer("C")
+    two["scores"]["judge"] = {"value": "I"}
+    file = inspect_json(tmp_path, two)
+    assert [verdict for _, verdict, _ in shown(file)] == [1.0]
+    assert "match, judge" in caplog.text
+    caplog.clear()
+    assert [verdict for _, verdict, _ in shown(file, correct="judge")] == [0.0]
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("responses", [[["4", "5"]], [["4"], ["5"]]])
 def test_one_verdict_about_several_responses_is_refused(tmp_path: Path, responses: Any) -> None:
     file = lm_eval_rows(tmp_path, {"doc_id": 0, "resps": responses, "exact_match": 1.0})
@@ -383,7 +401,9 @@ def test_a_score_of_several_values_has_to_be_named(tmp_path: Path) -> None:
         read_any(file, {"correct": "judge"})
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<end_of_turn>\n", "<|eot_id|>"])
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "</s>", "<end_of_turn>\n", "<|eot_id|>", "<|im_end|>\n<|endoftext|>\n"]
+)
 def test_an_end_token_that_a_log_kept_is_no_part_of_the_answer(tmp_path: Path, end: str) -> None:
     file = tmp_path / "1.jsonl"
     row = {
