@@ -321,6 +321,7 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
             raise UserError(
                 f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX}; no weights to read"
             )
+        _check_single(model_dir)
         return {}
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -331,6 +332,32 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
             "transformers reads the first, vLLM the second; remove the one that is not meant"
         )
     return {name: str(file) for name, file in weight_map.items()}
+
+
+def _check_single(model_dir: Path) -> None:
+    """Raise :class:`UserError` if another file without an index holds the same tensors: vLLM reads
+    every safetensors file of the directory, transformers and this package one.
+    """
+    others = [path for path in model_dir.glob("*.safetensors") if path.name != SINGLE_FILE]
+    if not others:
+        return
+    names = _names_in(model_dir / SINGLE_FILE)
+    for other in sorted(others):
+        if names & _names_in(other):
+            raise UserError(
+                f"{model_dir} holds two sets of weights, {SINGLE_FILE} and {other.name}, and no "
+                f"{INDEX}: vLLM reads both, transformers {SINGLE_FILE}; remove the one that is not "
+                "meant"
+            )
+
+
+def _names_in(path: Path) -> set[str]:
+    """Return the names of the tensors in a file, none for one that cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError):
+        return set()  # what is wrong with it is said where it is read
 
 
 @torch.no_grad()

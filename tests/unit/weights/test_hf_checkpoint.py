@@ -85,3 +85,14 @@ def test_two_sets_of_weights_are_refused_and_both_are_named(tmp_path):
     assert INDEX in str(error.value)
     (tmp_path / "model.safetensors").unlink()
     assert set(HFReader(tmp_path).files) == {"weight"}
+
+
+@pytest.mark.parametrize("other", ["model_old.safetensors", "model.fp16.safetensors"])
+def test_a_second_file_of_the_same_tensors_without_an_index_is_refused(tmp_path, other):
+    """vLLM would read both; an adapter, or a file of other tensors, is no second set."""
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    assert set(HFReader(tmp_path).files) == {"weight"}
+    save_file({"weight": torch.zeros(2)}, tmp_path / other)
+    with pytest.raises(UserError, match=rf"model\.safetensors and {other}"):
+        HFReader(tmp_path)
