@@ -407,10 +407,18 @@ def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
     tokenizer, arch = read_model(config)
     held_out: list[Demonstration] = []
     if config.evaluation.path:
-        held_out = _load(config, config.evaluation.path, tokenizer, arch)
-    return SupervisedInputs(
-        loss=loss, examples=_load(config, config.data.path, tokenizer, arch), held_out=held_out
-    )
+        held_out = _load(config, config.evaluation.path, tokenizer, arch, limit=0)
+    examples = _load(config, config.data.path, tokenizer, arch, limit=config.data.limit)
+    trained = {example.prompt.token_ids for example in examples}
+    count = sum(example.prompt.token_ids in trained for example in held_out)
+    if count:
+        logger.warning(
+            "%s: held-out demonstrations whose prompt is in the training data: %d of %d",
+            config.evaluation.path,
+            count,
+            len(held_out),
+        )
+    return SupervisedInputs(loss=loss, examples=examples, held_out=held_out)
 
 
 def read_model(config: SupervisedConfig) -> tuple[PreTrainedTokenizerBase, Architecture]:
@@ -429,14 +437,18 @@ def read_model(config: SupervisedConfig) -> tuple[PreTrainedTokenizerBase, Archi
 
 
 def _load(
-    config: SupervisedConfig, path: str, tokenizer: PreTrainedTokenizerBase, arch: Architecture
+    config: SupervisedConfig,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    arch: Architecture,
+    *,
+    limit: int,
 ) -> list[Demonstration]:
     data = config.data
-    is_held_out = path == config.evaluation.path
     options = PromptOptions(
         template=data.template,
         thinking=data.thinking,
-        limit=0 if is_held_out else data.limit,
+        limit=limit,
         date=provenance.date_of(config),
     )
     return load_demonstrations(

@@ -298,6 +298,7 @@ def test_an_adapter_is_evaluated(adapter: Path, tmp_path: Path) -> None:
         (["model.adapter.path=nowhere", "model.adapter.rank=4"], "model.adapter.rank"),
         (["parallel.sequence_parallel=true"], "parallel.sequence_parallel"),
         (["data.template=nothing"], "nothing"),
+        (["run_dir=/proc/new", "--dry-run"], "run_dir"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -310,6 +311,18 @@ def test_bad_input_is_one_line(
     last = done.stderr.strip().splitlines()[-1]
     assert named in last
     assert "Traceback" not in done.stderr
+
+
+def test_held_out_demonstrations_that_are_trained_are_counted(rows: Path, tmp_path: Path) -> None:
+    """``data.limit`` bounds what is trained, and not what is held out, of one file as of two."""
+    limited = ["data.limit=3", f"evaluation.path={rows}", "evaluation.interval=1", "--dry-run"]
+    done = run("sft", "--config", QUICKSTART / "sft.yaml", *options(rows, tmp_path / "r", *limited))
+    assert done.returncode == 0
+    total = len(rows.read_text().splitlines())
+    assert f"3 of {total}" in done.stderr
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line.strip())
+    assert facts["demonstrations"] == "3"
+    assert facts["held_out"] == str(total)
 
 
 def test_a_loss_of_ones_own(rows: Path, tmp_path: Path) -> None:

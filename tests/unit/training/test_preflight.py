@@ -240,5 +240,9 @@ def test_a_dry_run_looks_at_the_run_directory_as_the_run_does(tmp_path, capsys):
     status, said = dry_run([f"run_dir={tmp_path / 'file' / 'run'}"], capsys)
     assert status == 2
     assert "run_dir" in said
+    status, said = dry_run(["run_dir=/proc/new"], capsys)
+    assert status == 2
+    assert "run_dir" in said
+    before = sorted(tmp_path.iterdir())
     assert dry_run([f"run_dir={tmp_path / 'new' / 'run'}"], capsys)[0] == 0
-    assert not (tmp_path / "new").exists()
+    assert sorted(tmp_path.iterdir()) == before
