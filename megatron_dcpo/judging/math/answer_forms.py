@@ -264,21 +264,46 @@ def is_float(text: str, value: Fraction) -> bool:
     """Return whether a decimal has so many digits as only a floating-point computation writes: 15
     significant ones or more. Its last digits are noise: ``0.30000000000000004`` stands for .3.
     """
+    return _significant_digits(text) >= _FLOAT_DIGITS and abs(value) < _LARGEST_FLOAT
+
+
+def same_float(left: Fraction, right: Fraction, text: str) -> bool:
+    """Return whether two values are equal but for the rounding of a computation with 64 bits if
+    ``text``, which ``right`` is written as, :func:`is_float`; with 32 bits if it is one of their
+    values (``0.10000000149011612`` is .1), or as such a value is printed (``2.1999998`` is 2.2).
+    """
+    if _is_printed_in_32_bits(text, right):
+        error = _ERROR_32
+    elif not is_float(text, right):
+        return False
+    else:
+        error = _ERROR_32 if _in_32_bits(right) == float(right) else _ERROR_64
+    return abs(left - right) <= error * abs(right)
+
+
+def _is_printed_in_32_bits(text: str, value: Fraction) -> bool:
+    """Return whether a decimal has the 8 or 9 significant digits that a number of 32 bits needs to
+    be printed, and is its shortest print.
+    """
+    digits = _significant_digits(text)
+    if digits not in (8, 9) or not abs(value) < _LARGEST_FLOAT:
+        return False
+    nearest = _in_32_bits(value)
+    shorter = _in_32_bits(Fraction(f"{nearest:.{digits - 1}g}"))
+    return shorter != nearest and Fraction(f"{nearest:.{digits}g}") == value
+
+
+def _in_32_bits(value: Fraction) -> float:
+    number: float = struct.unpack("f", struct.pack("f", float(value)))[0]
+    return number
+
+
+def _significant_digits(text: str) -> int:
+    """Return the number of significant digits of a decimal, 0 for any other text."""
     match = _SCIENTIFIC.fullmatch(text.strip()) or _DECIMAL.fullmatch(text.strip())
     if match is None or "." not in match[2]:
-        return False
-    digits = match[2].replace(".", "").lstrip("0")
-    return len(digits) >= _FLOAT_DIGITS and abs(value) < _LARGEST_FLOAT
-
-
-def same_float(left: Fraction, right: Fraction) -> bool:
-    """Return whether two values are equal but for the rounding of a computation with 64 bits, or
-    with 32 bits if ``right`` is one of their values (``0.10000000149011612`` is .1).
-    """
-    error = _ERROR_64
-    if struct.unpack("f", struct.pack("f", float(right)))[0] == float(right):
-        error = _ERROR_32
-    return abs(left - right) <= error * abs(right)
+        return 0
+    return len(match[2].replace(".", "").lstrip("0"))
 
 
 def _exponent(scientific: re.Match[str]) -> int:

@@ -60,9 +60,9 @@ def quick_verdict(answer: str, key: str) -> bool | None:
         return None
     if left == right:
         return True
-    is_float = answer_forms.is_float(key, right)
-    if is_float and answer_forms.same_float(left, right):
+    if answer_forms.same_float(left, right, key):
         return True
+    is_float = answer_forms.is_float(key, right)
     last_digit = None if is_float else answer_forms.last_place(key)
     if last_digit is not None:
         tolerance = last_digit / 2
