@@ -140,12 +140,12 @@ def run(args: argparse.Namespace) -> int:
             engine_gpus=args.engine_gpus,
         )
         rates = Rates(
-            args.peak_tflops,
-            args.mfu,
-            args.hbm_gbps,
-            args.nvlink_gbps,
-            args.link_gbps,
-            args.gpus_per_node,
+            peak_tflops=args.peak_tflops,
+            mfu=args.mfu,
+            hbm_gbps=args.hbm_gbps,
+            nvlink_gbps=args.nvlink_gbps,
+            link_gbps=args.link_gbps,
+            gpus_per_node=args.gpus_per_node,
         )
     if args.simulate:
         from megatron_dcpo.planning.simulate import (

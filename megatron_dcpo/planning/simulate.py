@@ -22,13 +22,13 @@ import numpy as np
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.decoding import SPREAD, decoding_costs
 from megatron_dcpo.planning.machine import GB, Machine, Rates
 from megatron_dcpo.planning.plan import Plan, make_plan
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 
 ALONE = 0.9  # the part of a GPU's memory for an engine that has the GPU to itself
-SPREAD = 0.7  # sigma of the default log-normal lengths
 # The number of simulated steps. The first is not counted, because partial rollouts begin with
 # nothing carried over.
 STEPS = 6
@@ -261,11 +261,10 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
     rates = plan.rates
     size = engine.tensor_model_parallel_size
     gpus = plan.machine.gpus
-    hbm = rates.hbm_gbps * 1e9
     per_second = size * rates.peak_tflops * 1e12 * rates.mfu
     prompt = plan.config.data.max_prompt_length
-    one_token = sequence_flops(plan.arch, plan.layout, tokens=1, length=prompt)
     one_prompt = sequence_flops(plan.arch, plan.layout, tokens=prompt, length=prompt)
+    decoding = decoding_costs(plan.arch, engine, rates)
     seconds = plan.seconds
     training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.context_parallel
     training += seconds.expert_parallel + seconds.pipeline
@@ -277,16 +276,16 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
     return Costs(
         engines=times * (plan.machine.engine_gpus or gpus) // size,
         slots=max(1, engine.concurrent),
-        read=engine.weights / hbm,
-        token=one_token / per_second,
-        kv=engine.kv_per_token / hbm,
+        read=decoding.step + decoding.dense + decoding.experts,
+        token=decoding.sequence,
+        kv=decoding.kv,
         prompt=one_prompt / per_second / plan.config.rollout.group_size,
         prompt_tokens=prompt,
         judge=environment.judge_seconds,
         judges=environment.judges_per_node * -(-gpus // rates.gpus_per_node),
         train=seconds.data_parallel,
         train_token=training / plan.work.tokens,
-        transfer=seconds.resharding,
+        transfer=seconds.resharding + seconds.changeover,
         save=save,
     )
 

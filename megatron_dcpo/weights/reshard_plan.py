@@ -245,6 +245,7 @@ def _engine_slices(
     return slices
 
 
+@functools.lru_cache(maxsize=256)  # many plans differ in other things
 def most_received(
     arch: Architecture,
     layout: Layout,
