@@ -9,6 +9,7 @@ HTTP, processes or engines.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,7 @@ class Turn:
     text: str
     hidden: str
     history: tuple[Message, ...] = ()
+    created: int = 0  # seconds since 1970, for the client
 
     @property
     def parent(self) -> Turn | None:
@@ -140,6 +142,7 @@ class Session:
     used: int = 0  # tokens behind the first prompt: what was said, and what was told
     retokenized: int = 0
     ignored: int = 0
+    is_out_of_budget: bool = False  # a call was refused because of it
     _seen: Counter[bytes] = field(default_factory=Counter)
     _confidence: Turn | None = None
 
@@ -151,6 +154,7 @@ class Session:
         if self.is_sealed:
             raise Refused(409, "session_is_over", "this session is over")
         if self.calls + asked.choices > self.limits.calls:
+            self.is_out_of_budget = True
             raise Refused(
                 400,
                 "too_many_calls",
@@ -311,6 +315,7 @@ class Session:
         return left if asked.max_tokens is None else min(left, asked.max_tokens)
 
     def _no_tokens_left(self) -> Refused:
+        self.is_out_of_budget = True
         return Refused(
             400,
             "context_length_exceeded",
@@ -365,6 +370,7 @@ class Session:
             text=text_before + answer,
             hidden=hidden,
             history=history,
+            created=int(time.time()),
         )
 
     def _history_of(self, planned: Planned) -> tuple[Message, ...]:
@@ -448,7 +454,7 @@ class Session:
             sample_index=self.index,
             token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason="stop" if last.finish_reason == "stop" else "length",
+            finish_reason="stop" if self._is_complete(last) else "length",
             weights_version=last.weights_version,
             step=last.step,
             loss_mask=loss_mask,
@@ -459,10 +465,16 @@ class Session:
             counted=self.counted(segments=len(paths)),
         )
 
+    def _is_complete(self, last: Turn) -> bool:
+        """Return whether the last answer was not cut short, nor the session by its budget."""
+        if self.is_out_of_budget and self._confidence is None:
+            return False
+        return last.finish_reason == "stop"
+
     def counted(self, segments: int) -> dict[str, float]:
         """Return what the metrics count of the session."""
         return {
-            "calls": float(len(self.turns)),
+            "agent_calls": float(len(self.turns)),
             "segments": float(segments),
             "retokenized": float(self.retokenized),
             "sampling_ignored": float(self.ignored),

@@ -23,6 +23,7 @@ from megatron_dcpo.evaluation.problems import (
     verifier_of,
     with_answers,
 )
+from megatron_dcpo.judging.function_verifier import with_verdicts
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
@@ -154,6 +155,7 @@ def build_judge(
         chosen = verifier_of(named[source.name], config.judging)
         verifier, form = find(chosen)
         judge = partial(judge_many, tokens=tokens, marker=config.judging.marker)
+        verifier = with_verdicts(verifier, config.judging)
         judges[source.name] = partial(judge, verifier=verifier, form=form)
     if len(judges) == 1:
         return judges[sources[0].name]

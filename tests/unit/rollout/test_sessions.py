@@ -147,7 +147,7 @@ def test_without_thinking_qwen3_goes_on_and_on() -> None:
     response = one.response()
     assert response.contexts == ()
     assert response.counted == {
-        "calls": 3,
+        "agent_calls": 3,
         "segments": 1,
         "retokenized": 0,
         "sampling_ignored": 0,
