@@ -19,8 +19,10 @@ import random
 import resource
 import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +37,17 @@ _SHOWN = 300
 _LOOK_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 _PROBLEM = "DCPO_PROBLEM"
+_WARM_UP_SECONDS = 10.0
+_A_REPLY = {
+    "id": "-",
+    "object": "chat.completion",
+    "created": 0,
+    "model": "-",
+    "choices": [
+        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "-"}}
+    ],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
 _LONGEST_VARIABLE = 100_000  # bytes; Linux takes 128 KiB
 
 
@@ -257,7 +270,45 @@ def _shared_client() -> Any:  # noqa: ANN401 -- of openai
         import openai
     except ImportError:
         return None
+    with contextlib.suppress(Exception):  # it only saves time
+        _warm_up(openai)
     return openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="-", timeout=24 * 3600.0)
+
+
+def _warm_up(openai: Any) -> None:  # noqa: ANN401
+    """Ask once for a chat, of a server for this one question: what a client imports and builds
+    only then would take a tenth of a second in each session.
+    """
+    reply = json.dumps(_A_REPLY).encode()
+    head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(_WARM_UP_SECONDS)
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    length = f"Content-Length: {len(reply)}\r\n\r\n"
+                    connection.sendall(f"{head}{length}".encode() + reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+
+        async def ask() -> None:
+            client = openai.AsyncOpenAI(
+                base_url=address, api_key="-", max_retries=0, timeout=_WARM_UP_SECONDS
+            )
+            async with client:
+                await client.chat.completions.create(
+                    model="-", messages=[{"role": "user", "content": "-"}]
+                )
+
+        try:
+            asyncio.run(ask())
+        finally:
+            thread.join()
 
 
 def run_function(function: Any, client: Any, order: dict[str, Any]) -> object:  # noqa: ANN401

@@ -91,6 +91,7 @@ class Door:
         self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             self._app,
+            interface="asgi3",
             loop="none",
             lifespan="off",
             ws="none",

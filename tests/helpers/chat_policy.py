@@ -1,8 +1,8 @@
-"""A tokenizer that chats as Qwen3 does, and policies with it: scripted ones, and a tiny random model."""
+"""A tokenizer that chats as Qwen3 does, and an engine with it that says what a test says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import Prompt, Response, ResponseKey
 
 TEMPLATES = Path(__file__).parent
 CHATML = (TEMPLATES / "plain_chat.jinja").read_text()
@@ -63,3 +65,48 @@ def said(chat: ChatTokens, text: str | Sequence[int], *, ends: bool = True) -> R
     ids += [chat.eos_ids[0]] * ends
     logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
     return Response("call", 0, np.array(ids, np.int64), logprobs, "stop" if ends else "length", 3)
+
+
+class ScriptedEngine:
+    """An engine that says what ``answer`` says to the text of a prompt, in one step; 8 at once."""
+
+    tensor_model_parallel_size = 1
+    slot_steps = None
+
+    def __init__(self, answer: Callable[[str], str], chat: ChatTokens | None = None) -> None:
+        self.chat = chat or chat_tokens()
+        self.answer = answer
+        self.eos_token_ids = self.chat.eos_ids
+        self.weights_version = 3
+        self.calls: list[Call] = []
+        self.cancelled: set[ResponseKey] = set()
+        self.is_stuck = False
+
+    def serve(
+        self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
+    ) -> Iterator[list[Response]]:
+        while not arrivals.is_closed:
+            arrivals.wait(0.02)
+            self.cancelled |= arrivals.take_cancelled()
+            calls = [] if self.is_stuck else arrivals.take(8)
+            self.calls += calls
+            yield [self._response(call, step) for call in calls]
+
+    def _response(self, call: Call, step: int) -> Response:
+        text = self.answer(self.chat.text_of(call.prompt.token_ids))
+        ids = [*self.chat.encode(text), self.eos_token_ids[0]][: call.max_tokens]
+        ends = ids[-1:] == [self.eos_token_ids[0]]
+        if call.ends is not None:
+            for count, token in enumerate(ids, start=1):
+                if call.ends(token):
+                    ids, ends = ids[:count], True
+                    break
+        return Response(
+            prompt_id=call.prompt.prompt_id,
+            sample_index=call.index,
+            token_ids=np.array(ids, np.int64),
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            finish_reason="stop" if ends else "length",
+            weights_version=self.weights_version,
+            step=step,
+        )

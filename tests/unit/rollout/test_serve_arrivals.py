@@ -1,10 +1,9 @@
-"""The embedded engine takes calls while it runs, and what one gets does not depend on the others."""
+"""The embedded engine takes calls while it runs; what one gets does not depend on the others."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -381,7 +381,7 @@ def test_a_session_that_is_over_takes_nothing() -> None:
         one.response()
 
 
-# --------------------------------------------------------------------------------------- completions
+# -------------------------------------------------------------------------------------- completions
 def text_call(one: Session, text: str, answer: str, **asked: Any) -> Turn:
     planned = one.plan(Asked(text=text, **asked))
     (turn,) = one.commit(planned, [said(one.chat, answer)])
@@ -435,7 +435,7 @@ def test_token_ids_go_on_from_token_ids() -> None:
         one.plan(Asked(token_ids=(10**6,)))
 
 
-# ---------------------------------------------------------------------------------------- confidence
+# --------------------------------------------------------------------------------------- confidence
 def test_the_policy_is_asked_for_its_confidence_behind_its_last_answer() -> None:
     one = session()
     call(one, [QUESTION], "It is 42.")
@@ -466,7 +466,7 @@ def test_thinking_that_does_not_end_and_a_full_session_are_not_asked() -> None:
     assert full.ask_confidence("<conf>") is None
 
 
-# ------------------------------------------------------------------------------------------ messages
+# ----------------------------------------------------------------------------------------- messages
 @pytest.mark.parametrize(
     "messages",
     [
