@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args
 
-from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import (
@@ -1049,6 +1049,41 @@ def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
 def a_model_or_a_server_is_evaluated(config: EvaluateConfig) -> Problem:
     if config.model.path and config.endpoint.url:
         return "model.path and endpoint.url: evaluate one of them; remove the other"
+    return None
+
+
+@rule("evaluate")
+def agents_need_a_model_in_this_process(config: EvaluateConfig) -> Problem:
+    rollout = config.rollout
+    if rollout.agent and rollout.command:
+        return "rollout.agent and rollout.command both make the responses; remove one"
+    if rollout.runs_agents:
+        if config.endpoint.url:
+            return (
+                "rollout.agent and rollout.command (--agent, --command) make responses with a "
+                "model in this process; name it as model.path (--model)"
+            )
+        return None
+    defaults = EngineConfig()
+    for name in AGENT_OPTIONS:
+        if getattr(rollout, name, None) != getattr(defaults, name, None):
+            return f"rollout.{name} has no effect without rollout.agent or rollout.command"
+    return None
+
+
+@rule("evaluate")
+def of_agents_only_the_sampled_log_probs_are_kept(config: EvaluateConfig) -> Problem:
+    options = config.evaluation
+    if not config.rollout.runs_agents:
+        return None
+    for name in ("features", "keep"):
+        if getattr(options, name) not in (False, "nothing"):
+            return f"evaluation.{name} does not go with rollout.agent or rollout.command; remove it"
+    if "token_entropy" in options.confidence:
+        return (
+            "evaluation.confidence=token_entropy does not go with rollout.agent or "
+            "rollout.command; remove it"
+        )
     return None
 
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.function_verifier import checked_result
@@ -64,6 +64,40 @@ class AgentOptions:
         if self.agent:
             return f"rollout.agent={self.agent}"
         return f"rollout.command={self.command}"
+
+
+class AgentLimits(Protocol):
+    """What options of agents are called, in a training and in an evaluation."""
+
+    @property
+    def agent(self) -> str: ...
+    @property
+    def command(self) -> str: ...
+    @property
+    def agent_sessions(self) -> int: ...
+    @property
+    def agent_seconds(self) -> float: ...
+    @property
+    def agent_memory_mb(self) -> int: ...
+    @property
+    def agent_calls(self) -> int: ...
+    @property
+    def asks_confidence(self) -> bool: ...
+
+
+def options_of(rollout: AgentLimits, sequence_tokens: int, marker: str) -> AgentOptions:
+    """Return the options of the section ``rollout`` of a configuration."""
+    return AgentOptions(
+        agent=rollout.agent,
+        command=rollout.command,
+        at_once=rollout.agent_sessions,
+        seconds=rollout.agent_seconds,
+        memory_mb=rollout.agent_memory_mb,
+        calls=rollout.agent_calls,
+        sequence_tokens=sequence_tokens,
+        marker=marker,
+        asks_confidence=rollout.asks_confidence,
+    )
 
 
 class AgentRollout:

@@ -33,7 +33,7 @@ from megatron_dcpo.rollout import (
     build_local_engine,
     load_tokenizer,
 )
-from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout
+from megatron_dcpo.rollout.agents import AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
 from megatron_dcpo.rollout.vllm_host import VllmOptions
@@ -483,16 +483,10 @@ def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> AgentRollou
         thinking=config.data.thinking,
         date=date_of(config),
     )
-    options = AgentOptions(
-        agent=rollout.agent,
-        command=rollout.command,
-        at_once=rollout.agent_sessions,
-        seconds=rollout.agent_seconds,
-        memory_mb=rollout.agent_memory_mb,
-        calls=rollout.agent_calls,
+    options = options_of(
+        rollout,
         sequence_tokens=longest_sequence(config, inputs.held_out),
         marker=config.judging.marker,
-        asks_confidence=rollout.asks_confidence,
     )
     return AgentRollout(engine, chat, options, model=hub.name_of(config.model.path))
 
