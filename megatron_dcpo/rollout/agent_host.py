@@ -131,7 +131,7 @@ class Host:
             for key, _ in self.selector.select(self._pause()):
                 if key.fileobj is self.orders:
                     is_open = self._take_orders()
-                else:
+                elif key.fd in self.running:  # it may just have been ended
                     self._read(self.running[key.fd])
             now = time.monotonic()
             for session in list(self.running.values()):

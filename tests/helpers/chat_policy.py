@@ -110,3 +110,28 @@ class ScriptedEngine:
             weights_version=self.weights_version,
             step=step,
         )
+
+
+def save_policy(directory: Path, layers: int = 2) -> Path:
+    """A tiny Qwen3 of random weights with this tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    made = tokenizer()
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(made),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=made.convert_tokens_to_ids(END),
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    made.save_pretrained(directory)
+    return directory
