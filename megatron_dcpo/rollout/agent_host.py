@@ -59,7 +59,7 @@ class Client(NamedTuple):
 
 
 @dataclass
-class _Running:
+class _AgentProcess:
     """The process of a session, and what it has said of its result."""
 
     number: int
@@ -119,7 +119,7 @@ class Host:
         self.results = results
         self.seconds = seconds
         self.memory = memory
-        self.running: dict[int, _Running] = {}  # by their pipes
+        self.running: dict[int, _AgentProcess] = {}  # by their pipes
         self.selector = selectors.DefaultSelector()
         self.selector.register(orders, selectors.EVENT_READ)
         self.received = bytearray()
@@ -177,7 +177,7 @@ class Host:
         os.close(writer)
         os.set_blocking(reader, False)
         deadline = time.monotonic() + self.seconds
-        session = _Running(number=order["id"], pid=pid, pipe=reader, deadline=deadline)
+        session = _AgentProcess(number=order["id"], pid=pid, pipe=reader, deadline=deadline)
         self.running[reader] = session
         self.selector.register(reader, selectors.EVENT_READ)
 
@@ -211,7 +211,7 @@ class Host:
                 view = view[os.write(writer, view) :]
         os._exit(0)
 
-    def _read(self, session: _Running) -> None:
+    def _read(self, session: _AgentProcess) -> None:
         try:
             said = os.read(session.pipe, 1 << 16)
         except BlockingIOError:
@@ -221,11 +221,11 @@ class Host:
             return
         self._end(session)
 
-    def _kill(self, session: _Running, why: str) -> None:
+    def _kill(self, session: _AgentProcess, why: str) -> None:
         session.killed = why
         self._end(session)
 
-    def _end(self, session: _Running) -> None:
+    def _end(self, session: _AgentProcess) -> None:
         """End the processes of a session, and say how it ended."""
         self.selector.unregister(session.pipe)
         os.close(session.pipe)
@@ -240,7 +240,7 @@ class Host:
         _say(self.results, {"id": session.number, **_result_of(session, status)})
 
 
-def _result_of(session: _Running, status: int) -> dict[str, Any]:
+def _result_of(session: _AgentProcess, status: int) -> dict[str, Any]:
     if session.killed:
         return {"error": session.killed}
     try:

@@ -34,26 +34,26 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _OPENS_CALL = "<tool_call>"
 
 
-class BadMessage(ValueError):
+class MessageError(ValueError):
     """A message cannot be read, or says what is not supported."""
 
 
 def read_messages(value: object) -> tuple[Message, ...]:
     """Return the messages of a request in the form that chat templates read. Raises
-    :class:`BadMessage`, which names what is wrong.
+    :class:`MessageError`, which names what is wrong.
     """
     if not isinstance(value, list) or not value:
-        raise BadMessage("messages must be a list with at least one message")
+        raise MessageError("messages must be a list with at least one message")
     return tuple(_read_message(one, number) for number, one in enumerate(value))
 
 
 def _read_message(value: object, number: int) -> Message:
     where = f"messages[{number}]"
     if not isinstance(value, dict):
-        raise BadMessage(f"{where} must be an object")
+        raise MessageError(f"{where} must be an object")
     role = value.get("role")
     if role not in _ROLES:
-        raise BadMessage(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r:.40}")
+        raise MessageError(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r:.40}")
     _check_keys(value, where)
     message: Message = {"role": _ROLES[role], "content": _text_of(value.get("content"), where)}
     if role == "assistant":
@@ -70,7 +70,7 @@ def _read_message(value: object, number: int) -> Message:
 
 
 def _check_keys(value: Mapping[str, Any], where: str) -> None:
-    """Raise :class:`BadMessage` for what a message says that would be lost."""
+    """Raise :class:`MessageError` for what a message says that would be lost."""
     role = value["role"]
     known = {"role", "content"}
     if role == "assistant":
@@ -79,7 +79,7 @@ def _check_keys(value: Mapping[str, Any], where: str) -> None:
         known |= _OF_RESULTS
     for key, given in value.items():
         if given and key not in known | _HARMLESS:
-            raise BadMessage(f"{where}.{key} of the role {role} is not supported")
+            raise MessageError(f"{where}.{key} of the role {role} is not supported")
 
 
 def _text_of(content: object, where: str) -> str:
@@ -89,35 +89,35 @@ def _text_of(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadMessage(f"{where}.content must be a text or a list of parts")
+        raise MessageError(f"{where}.content must be a text or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadMessage(f"{where}.content: only text is supported, not {kind!r:.40}")
+            raise MessageError(f"{where}.content: only text is supported, not {kind!r:.40}")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise BadMessage(f"{where}.tool_calls must be a list")
+        raise MessageError(f"{where}.tool_calls must be a list")
     calls = []
     for one in value:
         function = one.get("function") if isinstance(one, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadMessage(f"{where}.tool_calls: a call is a function with a name")
+            raise MessageError(f"{where}.tool_calls: a call is a function with a name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = parse_json(arguments) if arguments.strip() else {}
             except ValueError as error:
-                raise BadMessage(
+                raise MessageError(
                     f"{where}.tool_calls: arguments of {function['name']!r:.40} are not JSON "
                     f"({one_line(error, 80)})"
                 ) from None
         if not isinstance(arguments, dict):
-            raise BadMessage(f"{where}.tool_calls: arguments must be an object")
+            raise MessageError(f"{where}.tool_calls: arguments must be an object")
         calls.append(_call(str(one.get("id") or ""), function["name"], arguments))
     return calls
 

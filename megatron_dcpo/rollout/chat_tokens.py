@@ -28,7 +28,7 @@ from megatron_dcpo.data.chat_template import (
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import ThinkingTags
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.rollout.chat_messages import BadMessage, Message
+from megatron_dcpo.rollout.chat_messages import Message, MessageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,14 +102,14 @@ class ChatTokens:
         return len(token_ids) > 0 and int(token_ids[-1]) in self.eos_ids
 
     def encode_chat(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the ids of a whole chat, ready to be answered. Raises :class:`BadMessage` for what
-        the template does not write.
+        """Return the ids of a whole chat, ready to be answered. Raises :class:`MessageError` for
+        what the template does not write.
         """
         self._check_texts(messages)
         text = self._written(messages, tools, to_answer=True)
         for message in messages:
             if message["role"] != "assistant" and not _shows(text, message["content"]):
-                raise BadMessage(
+                raise MessageError(
                     f"the chat template does not write a message of the role {message['role']}, "
                     f"{message['content']!r:.60}"
                 )
@@ -124,7 +124,7 @@ class ChatTokens:
     ) -> list[int] | None:
         """Return the ids that stand behind a ``history`` whose last message the policy has ``said``
         (its tokens), up to where it answers the ``new`` messages. None if the template writes the
-        history in another way once they follow. Raises :class:`BadMessage`.
+        history in another way once they follow. Raises :class:`MessageError`.
         """
         self._check_texts(new)
         before = self._written(history, tools, to_answer=False)
@@ -137,7 +137,7 @@ class ChatTokens:
         behind = whole[len(before) :]
         for message in new:
             if message["role"] != "assistant" and not _shows(behind, message["content"]):
-                raise BadMessage(
+                raise MessageError(
                     f"the chat template does not write a message of the role {message['role']}, "
                     f"{message['content']!r:.60}"
                 )
@@ -168,17 +168,17 @@ class ChatTokens:
         return ends[0] if ends[0] == ends[1] else "\0"  # \0: no text ends with it
 
     def check_tools(self) -> None:
-        """Raise :class:`BadMessage` unless the chat template writes tools, and calls of them in the
-        one form that is read back: Hermes' and Qwen's ``<tool_call>`` with JSON in it.
+        """Raise :class:`MessageError` unless the chat template writes tools, and calls of them in
+        the one form that is read back: Hermes' and Qwen's ``<tool_call>`` with JSON in it.
         """
         try:
             text = self._written([_QUESTION, _CALL], (_TOOL,), to_answer=False)  # type: ignore[arg-type]
-        except (BadMessage, UserError):
+        except (MessageError, UserError):
             text = ""
         behind = text.rpartition("<tool_call>")[2]
         in_form = f'"name": "{_PROBE}"' in behind and '"arguments": {"x": 1}' in behind
         if "<tool_call>" not in text or not in_form or "</tool_call>" not in behind:
-            raise BadMessage(
+            raise MessageError(
                 "tools are not supported with this chat template: it does not write calls as "
                 '<tool_call>{"name": ..., "arguments": ...}</tool_call>, the form that is read back'
             )
@@ -189,9 +189,9 @@ class ChatTokens:
         try:
             return write_chat(self.tokenizer, chat, switches, to_answer=to_answer)
         except PromptError as error:
-            raise BadMessage(str(error)) from None
+            raise MessageError(str(error)) from None
         except UserError:
-            raise BadMessage(
+            raise MessageError(
                 "the policy's tokenizer has no chat template: use /v1/completions"
             ) from None
 
@@ -209,15 +209,15 @@ class ChatTokens:
         return text[: found[-1].start()] + text[found[-1].end() :]
 
     def _check_texts(self, messages: Sequence[Message]) -> None:
-        """Raise :class:`BadMessage` for a text that holds a special token: encoded, it would end a
-        turn, or begin one.
+        """Raise :class:`MessageError` for a text that holds a special token: encoded, it would end
+        a turn, or begin one.
         """
         for message in messages:
             if message["role"] == "assistant":
                 continue  # what the policy has said, or what the agent says it has
             for token in self.special:
                 if token in message["content"]:
-                    raise BadMessage(
+                    raise MessageError(
                         f"a message of the role {message['role']} holds {token!r}, which is a "
                         "special token of the policy; remove it from the text"
                     )

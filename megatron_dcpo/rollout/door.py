@@ -23,11 +23,11 @@ from typing import Any
 import uvicorn
 
 from megatron_dcpo.rollout.arrivals import Arrivals, Call
-from megatron_dcpo.rollout.chat_messages import BadMessage
+from megatron_dcpo.rollout.chat_messages import MessageError
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.door_replies import error_body, events, reply_body
 from megatron_dcpo.rollout.door_requests import DoorRequest, read_request, stop_seeker
-from megatron_dcpo.rollout.sessions import Planned, Refused, Session, Turn
+from megatron_dcpo.rollout.sessions import CallRefused, Planned, Session, Turn
 from megatron_dcpo.runtime.local_names import is_local_host, is_same_origin
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import Response
@@ -47,7 +47,7 @@ _START_SECONDS = 30.0
 _RETRY_SECONDS = b"1"
 
 
-class Gone(Exception):
+class CallGivenUp(Exception):
     """A call gets no answer: its session is over, or its engine failed."""
 
 
@@ -56,7 +56,7 @@ class _ClientLeft(Exception):
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Pending:
     """A request under way, with those that repeat it: ``turns`` once it was committed."""
 
     request: DoorRequest
@@ -70,7 +70,7 @@ class _Guest:
     """A session at the door, and its requests by their digest."""
 
     session: Session
-    asked: dict[bytes, _Asked] = field(default_factory=dict)
+    asked: dict[bytes, _Pending] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)  # of calls that the engine has
 
 
@@ -161,7 +161,7 @@ class Door:
         for name in names:
             future = self._waiting.pop(name, None)
             if future is not None and not future.done():
-                future.set_exception(Gone())
+                future.set_exception(CallGivenUp())
                 future.exception()  # nobody may be waiting any more
 
     async def _app(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -169,17 +169,17 @@ class Door:
             return
         try:
             await self._answer(scope, receive, send)
-        except Refused as refused:
+        except CallRefused as refused:
             await _send_error(send, refused)
-        except Gone:
-            await _send_error(send, Refused(409, "session_is_over", "this session is over"))
+        except CallGivenUp:
+            await _send_error(send, CallRefused(409, "session_is_over", "this session is over"))
         except _ClientLeft:
             pass
         except Exception as error:
             logger.exception("the door failed to answer a request")
             # not a 5xx: clients would ask the same again
             words = f"the door failed: {type(error).__name__}"
-            await _send_error(send, Refused(400, "door_failed", words))
+            await _send_error(send, CallRefused(400, "door_failed", words))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = _headers_of(scope)
@@ -190,15 +190,15 @@ class Door:
             await _send_json(send, {"object": "list", "data": [entry]})
             return
         if path not in ("/v1/chat/completions", "/v1/completions"):
-            raise Refused(404, "not_found", f"there is no {path:.100}")
+            raise CallRefused(404, "not_found", f"there is no {path:.100}")
         if scope["method"] != "POST":
-            raise Refused(405, "method_not_allowed", f"{path} takes POST")
+            raise CallRefused(405, "method_not_allowed", f"{path} takes POST")
         content = await _body_of(receive)
         try:
             body = parse_json(content.decode())
             request = read_request(body, is_chat=path == "/v1/chat/completions")
-        except (BadMessage, ValueError) as error:
-            raise Refused(400, "invalid_request_error", f"{error}") from None
+        except (MessageError, ValueError) as error:
+            raise CallRefused(400, "invalid_request_error", f"{error}") from None
         asked = self._asked(guest, request, content, headers)
         await _or_client_leaves(asked.responses, receive)
         turns = self._committed(guest, asked)
@@ -213,12 +213,12 @@ class Door:
         if guest is not None:
             return guest
         if key in self._over:
-            raise Refused(409, "session_is_over", "this session is over")
-        raise Refused(401, "invalid_api_key", "no session has this key")
+            raise CallRefused(409, "session_is_over", "this session is over")
+        raise CallRefused(401, "invalid_api_key", "no session has this key")
 
     def _asked(
         self, guest: _Guest, request: DoorRequest, content: bytes, headers: Mapping[str, str]
-    ) -> _Asked:
+    ) -> _Pending:
         """Return a request that is under way: a new one, or the one that a retry repeats."""
         name = headers.get("idempotency-key", "")
         retries = name or headers.get("x-stainless-retry-count", "0") not in ("", "0")
@@ -227,13 +227,13 @@ class Door:
             return guest.asked[digest]
         arrivals = self.arrivals
         if arrivals is None:
-            raise Refused(503, "weights_change", "the policy gets new weights; ask again")
+            raise CallRefused(503, "weights_change", "the policy gets new weights; ask again")
         with self._lock:
             planned = guest.session.plan(request.asked)
             guest.names.update(planned.names)
         futures = [self._loop.create_future() for _ in planned.names]
         self._waiting.update(zip(planned.names, futures, strict=True))
-        asked = _Asked(request, planned, asyncio.ensure_future(_all(futures)))
+        asked = _Pending(request, planned, asyncio.ensure_future(_all(futures)))
         asked.responses.add_done_callback(_retrieved)
         guest.asked[digest] = asked
         arrivals.put(*(self._call(guest, planned, one) for one in planned.names))
@@ -245,7 +245,7 @@ class Door:
         ends = stop_seeker(planned.asked.stop, self.chat.tokens.__getitem__)
         return Call(prompt, session.index, planned.max_tokens, ends)
 
-    def _committed(self, guest: _Guest, asked: _Asked) -> list[Turn]:
+    def _committed(self, guest: _Guest, asked: _Pending) -> list[Turn]:
         """Return the answer to a request, which is added to its session once."""
         with self._lock:
             guest.names.difference_update(asked.planned.names)
@@ -282,14 +282,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _headers_of(scope: Message) -> dict[str, str]:
-    """Return the headers of a request. Raises :class:`Refused` for one that a page of another
+    """Return the headers of a request. Raises :class:`CallRefused` for one that a page of another
     origin may have sent.
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     host = headers.get("host", "")
     origin = headers.get("origin")
     if not is_local_host(host) or (origin is not None and not is_same_origin(origin, host)):
-        raise Refused(403, "forbidden", f"ask for {HOST} or localhost")
+        raise CallRefused(403, "forbidden", f"ask for {HOST} or localhost")
     return headers
 
 
@@ -302,7 +302,7 @@ def _key_and_path(scope: Message, headers: Mapping[str, str]) -> tuple[str, str]
         return bearer, path
     key, _, rest = path.removeprefix("/s/").partition("/")
     if bearer and bearer != key:
-        raise Refused(401, "invalid_api_key", "the key is that of another session")
+        raise CallRefused(401, "invalid_api_key", "the key is that of another session")
     return key, f"/{rest}"
 
 
@@ -318,18 +318,18 @@ async def _body_of(receive: Receive) -> bytes:
                 pieces.append(message.get("body", b""))
                 size += len(pieces[-1])
                 if size > BODY_BYTES:
-                    raise Refused(413, "too_large", f"a body has at most {BODY_BYTES} bytes")
+                    raise CallRefused(413, "too_large", f"a body has at most {BODY_BYTES} bytes")
                 if not message.get("more_body", False):
                     return b"".join(pieces)
     except TimeoutError:
-        raise Refused(408, "too_slow", "the body takes too long") from None
+        raise CallRefused(408, "too_slow", "the body takes too long") from None
 
 
 async def _send_json(send: Send, value: object) -> None:
     await _send(send, json.dumps(value, ensure_ascii=False).encode(), b"application/json")
 
 
-async def _send_error(send: Send, refused: Refused) -> None:
+async def _send_error(send: Send, refused: CallRefused) -> None:
     headers = []
     if refused.status == 503:
         headers.append((b"retry-after", _RETRY_SECONDS))

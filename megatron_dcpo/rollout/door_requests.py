@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dcpo.rollout.chat_messages import BadMessage, read_messages
-from megatron_dcpo.rollout.sessions import Asked
+from megatron_dcpo.rollout.chat_messages import MessageError, read_messages
+from megatron_dcpo.rollout.sessions import AskedCall
 
 MOST_CHOICES = 16
 _MOST_STOPS = 16
@@ -61,7 +61,7 @@ _READ = frozenset(
 class DoorRequest:
     """A request: what it asks for, and how its answer is shown."""
 
-    asked: Asked
+    asked: AskedCall
     streams: bool
     with_usage: bool
     with_logprobs: bool
@@ -69,16 +69,16 @@ class DoorRequest:
 
 
 def read_request(body: object, *, is_chat: bool) -> DoorRequest:
-    """Return a request. Raises :class:`BadMessage`, which names the field."""
+    """Return a request. Raises :class:`MessageError`, which names the field."""
     if not isinstance(body, dict):
-        raise BadMessage("the body must be a JSON object")
+        raise MessageError("the body must be a JSON object")
     ignored = _check_fields(body)
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise BadMessage("stream_options must be an object")
+        raise MessageError("stream_options must be an object")
     logprobs = body.get("logprobs")
     if not is_chat and logprobs not in (None, 0, 1, False, True):
-        raise BadMessage("logprobs: only those of the sampled tokens are known; set it to 1")
+        raise MessageError("logprobs: only those of the sampled tokens are known; set it to 1")
     return DoorRequest(
         asked=_read_asked(body, ignored, is_chat=is_chat),
         streams=_flag(body, "stream"),
@@ -89,7 +89,7 @@ def read_request(body: object, *, is_chat: bool) -> DoorRequest:
 
 
 def _check_fields(body: Mapping[str, Any]) -> int:
-    """Return how many options of the sampling a request sets. Raises :class:`BadMessage` for a
+    """Return how many options of the sampling a request sets. Raises :class:`MessageError` for a
     field that is not known, or not supported.
     """
     ignored = 0
@@ -100,23 +100,23 @@ def _check_fields(body: Mapping[str, Any]) -> int:
             ignored += value is not None
         elif name in _TAKEN_AS:
             if value not in _TAKEN_AS[name]:
-                raise BadMessage(f"{name}={value!r:.60} is not supported by a policy in training")
+                raise MessageError(f"{name}={value!r:.60} is not supported by a policy in training")
         elif value is not None:
-            raise BadMessage(f"{name!r:.60} is not known")
+            raise MessageError(f"{name!r:.60} is not known")
     return ignored
 
 
-def _read_asked(body: Mapping[str, Any], ignored: int, *, is_chat: bool) -> Asked:
+def _read_asked(body: Mapping[str, Any], ignored: int, *, is_chat: bool) -> AskedCall:
     most = body.get("max_completion_tokens")
     if most is None:
         most = body.get("max_tokens")
     if most is not None and (type(most) is not int or most < 1):
-        raise BadMessage(f"max_tokens={most!r:.40} must be a count")
+        raise MessageError(f"max_tokens={most!r:.40} must be a count")
     choices = body.get("n")
     if choices is None:
         choices = 1
     if type(choices) is not int or not 1 <= choices <= MOST_CHOICES:
-        raise BadMessage(f"n={choices!r:.40} must be from 1 to {MOST_CHOICES}")
+        raise MessageError(f"n={choices!r:.40} must be from 1 to {MOST_CHOICES}")
     common: dict[str, Any] = {
         "max_tokens": most,
         "stop": _read_stop(body.get("stop")),
@@ -125,22 +125,22 @@ def _read_asked(body: Mapping[str, Any], ignored: int, *, is_chat: bool) -> Aske
     }
     if is_chat:
         messages = read_messages(body.get("messages"))
-        return Asked(messages=messages, tools=_read_tools(body.get("tools")), **common)
+        return AskedCall(messages=messages, tools=_read_tools(body.get("tools")), **common)
     return _read_prompt(body, common)
 
 
-def _read_prompt(body: Mapping[str, Any], common: Mapping[str, Any]) -> Asked:
+def _read_prompt(body: Mapping[str, Any], common: Mapping[str, Any]) -> AskedCall:
     for name in ("messages", "tools"):
         if body.get(name):
-            raise BadMessage(f"{name} are for /v1/chat/completions")
+            raise MessageError(f"{name} are for /v1/chat/completions")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str):
-        return Asked(text=prompt, **common)
+        return AskedCall(text=prompt, **common)
     if isinstance(prompt, list) and all(type(one) is int for one in prompt):
-        return Asked(token_ids=tuple(prompt), **common)
-    raise BadMessage("prompt must be one text, or one list of token ids")
+        return AskedCall(token_ids=tuple(prompt), **common)
+    raise MessageError("prompt must be one text, or one list of token ids")
 
 
 def _read_stop(value: object) -> tuple[str, ...]:
@@ -148,10 +148,10 @@ def _read_stop(value: object) -> tuple[str, ...]:
     if texts is None:
         return ()
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS:
-        raise BadMessage(f"stop must be a text or a list of at most {_MOST_STOPS}")
+        raise MessageError(f"stop must be a text or a list of at most {_MOST_STOPS}")
     for text in texts:
         if not isinstance(text, str) or not 0 < len(text) <= _LONGEST_STOP:
-            raise BadMessage(f"stop: a text has from 1 to {_LONGEST_STOP} characters")
+            raise MessageError(f"stop: a text has from 1 to {_LONGEST_STOP} characters")
     return tuple(texts)
 
 
@@ -160,14 +160,14 @@ def _read_tools(value: object) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise BadMessage("tools must be a list")
+        raise MessageError("tools must be a list")
     tools = []
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadMessage("tools: only functions with a name are supported")
+            raise MessageError("tools: only functions with a name are supported")
         if tool.get("type", "function") != "function":
-            raise BadMessage(f"tools: {tool['type']!r:.40} is not supported, only function")
+            raise MessageError(f"tools: {tool['type']!r:.40} is not supported, only function")
         described = {name: given for name, given in function.items() if name != "strict"}
         tools.append({"type": "function", "function": described})
     return tuple(tools)
@@ -176,7 +176,7 @@ def _read_tools(value: object) -> tuple[dict[str, Any], ...]:
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadMessage(f"{name} must be true or false")
+        raise MessageError(f"{name} must be true or false")
     return bool(value)
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_dcpo.judging.thinking import PROMPT_TOKENS
 from megatron_dcpo.rollout.chat_messages import (
-    BadMessage,
     Message,
+    MessageError,
     begins_with,
     reply_of,
     split_reasoning,
@@ -31,7 +31,7 @@ from megatron_dcpo.types import Prompt, Response
 CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call is not answered: the ``status`` of HTTP, a ``code`` of OpenAI's, and words."""
 
     def __init__(self, status: int, code: str, words: str) -> None:
@@ -53,7 +53,7 @@ class SessionLimits:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedCall:
     """What a call asks for: a chat (``messages``, ``tools``), a ``text`` to go on from, or its
     ``token_ids``; the most tokens, the texts at which it ends, and how many choices.
     """
@@ -79,7 +79,7 @@ class Planned:
     call has them, and the random numbers are theirs.
     """
 
-    asked: Asked
+    asked: AskedCall
     prompt_ids: tuple[int, ...]
     parent: Turn | None
     kept: int
@@ -147,23 +147,23 @@ class Session:
     _confidence: Turn | None = None
 
     # ------------------------------------------------------------------------------------- calls
-    def plan(self, asked: Asked) -> Planned:
+    def plan(self, asked: AskedCall) -> Planned:
         """Return the call that answers what is asked; it counts from now on. Raises
-        :class:`Refused`.
+        :class:`CallRefused`.
         """
         if self.is_sealed:
-            raise Refused(409, "session_is_over", "this session is over")
+            raise CallRefused(409, "session_is_over", "this session is over")
         if self.calls + asked.choices > self.limits.calls:
             self.is_out_of_budget = True
-            raise Refused(
+            raise CallRefused(
                 400,
                 "too_many_calls",
                 f"this session has used up its {self.limits.calls} calls (rollout.agent_calls)",
             )
         try:
             prompt_ids, parent, kept, again = self._prompt_of(asked)
-        except BadMessage as error:
-            raise Refused(400, "invalid_request_error", str(error)) from None
+        except MessageError as error:
+            raise CallRefused(400, "invalid_request_error", str(error)) from None
         written = 0
         if parent is not None:
             written = len(prompt_ids) - len(parent.planned.prompt_ids) - kept
@@ -183,10 +183,11 @@ class Session:
 
     def commit(self, planned: Planned, responses: Sequence[Response]) -> list[Turn]:
         """Add the engine's responses to a call, one for each of its choices; return them. Raises
-        :class:`Refused` if the session is over, or if calls beside it have taken all its tokens.
+        :class:`CallRefused` if the session is over, or if calls beside it have taken all its
+        tokens.
         """
         if self.is_sealed:
-            raise Refused(409, "session_is_over", "this session is over")
+            raise CallRefused(409, "session_is_over", "this session is over")
         parent = planned.parent
         written = 0
         if parent is not None:
@@ -204,7 +205,7 @@ class Session:
         self.used = self.limits.response_tokens - room
         return turns
 
-    def _prompt_of(self, asked: Asked) -> tuple[list[int], Turn | None, int, int]:
+    def _prompt_of(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
         """Return the ids of a prompt, the turn it goes on from, how many of its tokens stay, and
         how many tokens were encoded again whose text had ids.
         """
@@ -215,7 +216,7 @@ class Session:
         assert asked.text is not None
         return self._text_prompt(asked.text)
 
-    def _chat_prompt(self, asked: Asked) -> tuple[list[int], Turn | None, int, int]:
+    def _chat_prompt(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
         if asked.tools:
             self.chat.check_tools()
         fits = [
@@ -259,7 +260,7 @@ class Session:
             return [*self.prompt.token_ids, *behind], None, 0, 0
         token_ids = self.chat.encode_from_start(text)
         if not token_ids:
-            raise BadMessage("the prompt has no tokens")
+            raise MessageError("the prompt has no tokens")
         return token_ids, None, 0, 0
 
     def _text_behind_turn(self, turn: Turn, rest: str) -> tuple[list[int], Turn | None, int, int]:
@@ -300,23 +301,25 @@ class Session:
                 if len(ids) > best[0] and token_ids[: len(ids)] == ids:
                     best = (len(ids), turn, kept)
         if not token_ids:
-            raise BadMessage("the prompt has no tokens")
+            raise MessageError("the prompt has no tokens")
         size = len(self.chat.tokens.table)
         if not all(0 <= token < size for token in token_ids):
-            raise BadMessage(f"token ids must be from 0 to {size - 1}")
+            raise MessageError(f"token ids must be from 0 to {size - 1}")
         return list(token_ids), best[1], best[2], 0
 
-    def _room(self, asked: Asked, prompt_tokens: int, written: int) -> int:
-        """Return how many tokens each choice may have. Raises :class:`Refused` if none is left."""
+    def _room(self, asked: AskedCall, prompt_tokens: int, written: int) -> int:
+        """Return how many tokens each choice may have. Raises :class:`CallRefused` if there is
+        none.
+        """
         left = self.limits.response_tokens - self.used - written
         left = min(left // asked.choices, self.limits.sequence_tokens - prompt_tokens)
         if left < 1:
             raise self._no_tokens_left()
         return left if asked.max_tokens is None else min(left, asked.max_tokens)
 
-    def _no_tokens_left(self) -> Refused:
+    def _no_tokens_left(self) -> CallRefused:
         self.is_out_of_budget = True
-        return Refused(
+        return CallRefused(
             400,
             "context_length_exceeded",
             f"this session has no tokens left: {self.limits.response_tokens} behind its first "
@@ -409,7 +412,7 @@ class Session:
         if left < 1:
             return None
         return Planned(
-            asked=Asked(text=""),
+            asked=AskedCall(text=""),
             prompt_ids=prompt_ids,
             parent=last,
             kept=kept,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dcpo.rollout.chat_messages import BadMessage, is_same, read_messages
+from megatron_dcpo.rollout.chat_messages import MessageError, is_same, read_messages
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.sessions import Asked, Refused, Session, SessionLimits, Turn
+from megatron_dcpo.rollout.sessions import AskedCall, CallRefused, Session, SessionLimits, Turn
 from megatron_dcpo.types import Response
 from tests.helpers.chat_policy import CHATML, chat_tokens, prompt_of, said
 
@@ -40,7 +40,7 @@ def call(
     **asked: Any,
 ) -> Turn:
     """Ask and answer: the engine says ``answer``."""
-    planned = one.plan(Asked(messages=read_messages([*messages]), **asked))
+    planned = one.plan(AskedCall(messages=read_messages([*messages]), **asked))
     (turn,) = one.commit(planned, [said(one.chat, answer, ends=ends)])
     return turn
 
@@ -97,7 +97,7 @@ def test_the_second_turn_carries_the_ids_that_were_sampled() -> None:
     a, b = one.chat.encode("a")[0], one.chat.encode("b")[0]
     assert one.chat.encode("ab") != [a, b]
     first = call(one, [QUESTION], [a, b])
-    second = one.plan(Asked(messages=read_messages([QUESTION, as_sent(first), QUESTION])))
+    second = one.plan(AskedCall(messages=read_messages([QUESTION, as_sent(first), QUESTION])))
     begin = (*one.prompt.token_ids, a, b, one.chat.eos_ids[0])
     assert second.prompt_ids[: len(begin)] == begin
     one.commit(second, [said(one.chat, "2")])
@@ -234,7 +234,7 @@ def test_two_calls_from_one_prefix_share_it_and_train_it_once() -> None:
     first = call(one, [QUESTION], "ab")
     history = [QUESTION, as_sent(first)]
     asked = [
-        Asked(messages=read_messages([*history, {"role": "user", "content": text}]))
+        AskedCall(messages=read_messages([*history, {"role": "user", "content": text}]))
         for text in ("left", "right")
     ]
     planned = [one.plan(each) for each in asked]
@@ -253,7 +253,7 @@ def test_the_order_of_arrival_changes_nothing() -> None:
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         one = session(CHATML)
         asked = [
-            Asked(messages=read_messages([{"role": "user", "content": text}])) for text in "xyz"
+            AskedCall(messages=read_messages([{"role": "user", "content": text}])) for text in "xyz"
         ]
         planned = {number: one.plan(asked[number]) for number in order}
         for number in reversed(order):
@@ -268,7 +268,7 @@ def test_the_order_of_arrival_changes_nothing() -> None:
 
 def test_equal_calls_have_names_of_their_own() -> None:
     one = session()
-    asked = Asked(messages=read_messages([QUESTION]), choices=2)
+    asked = AskedCall(messages=read_messages([QUESTION]), choices=2)
     first = one.plan(asked)
     second = one.plan(asked)
     assert len({*first.names, *second.names}) == 4
@@ -285,8 +285,8 @@ def test_a_tools_output_cannot_write_a_turn(text: str) -> None:
     one = session()
     first = call(one, [QUESTION], CALL, tools=TOOLS)
     messages = read_messages([QUESTION, as_sent(first), {"role": "tool", "content": text}])
-    with pytest.raises(Refused) as refused:
-        one.plan(Asked(messages=messages, tools=TOOLS))
+    with pytest.raises(CallRefused) as refused:
+        one.plan(AskedCall(messages=messages, tools=TOOLS))
     assert refused.value.status == 400
 
 
@@ -324,8 +324,8 @@ def test_a_malformed_call_is_the_text_that_the_policy_wrote(text: str) -> None:
 
 def test_tools_are_refused_where_their_form_is_not_known() -> None:
     one = session(CHATML)
-    with pytest.raises(Refused) as refused:
-        one.plan(Asked(messages=read_messages([QUESTION]), tools=TOOLS))
+    with pytest.raises(CallRefused) as refused:
+        one.plan(AskedCall(messages=read_messages([QUESTION]), tools=TOOLS))
     assert refused.value.status == 400
     assert "tool" in str(refused.value)
 
@@ -335,32 +335,32 @@ def test_budgets_end_in_400() -> None:
     one = session(CHATML, response_tokens=12)
     first = call(one, [QUESTION], "It is 42.")
     messages = read_messages([QUESTION, as_sent(first), QUESTION])
-    with pytest.raises(Refused) as refused:
-        one.plan(Asked(messages=messages))
+    with pytest.raises(CallRefused) as refused:
+        one.plan(AskedCall(messages=messages))
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
     assert len(one.response().token_ids) == 10
 
     few = session(CHATML, calls=2)
     call(few, [QUESTION], "1")
-    with pytest.raises(Refused) as refused:
-        few.plan(Asked(messages=read_messages([QUESTION]), choices=2))
+    with pytest.raises(CallRefused) as refused:
+        few.plan(AskedCall(messages=read_messages([QUESTION]), choices=2))
     assert (refused.value.status, refused.value.code) == (400, "too_many_calls")
 
     prompt = len(one.prompt.token_ids)
     long = session(CHATML, sequence_tokens=prompt + 3)
-    assert long.plan(Asked(messages=read_messages([QUESTION]), max_tokens=9)).max_tokens == 3
-    with pytest.raises(Refused):
-        long.plan(Asked(messages=read_messages([{"role": "user", "content": "x" * 40}])))
+    assert long.plan(AskedCall(messages=read_messages([QUESTION]), max_tokens=9)).max_tokens == 3
+    with pytest.raises(CallRefused):
+        long.plan(AskedCall(messages=read_messages([{"role": "user", "content": "x" * 40}])))
 
 
 def test_calls_beside_each_other_cannot_take_more_than_the_session_has() -> None:
     one = session(CHATML, response_tokens=8)
-    planned = [one.plan(Asked(messages=read_messages([QUESTION]))) for _ in range(3)]
+    planned = [one.plan(AskedCall(messages=read_messages([QUESTION]))) for _ in range(3)]
     assert [each.max_tokens for each in planned] == [8, 8, 8]
     one.commit(planned[0], [said(one.chat, "12345")])
     (cut,) = one.commit(planned[1], [said(one.chat, "12345")])
     assert (len(cut.sampled), cut.finish_reason) == (2, "length")
-    with pytest.raises(Refused):
+    with pytest.raises(CallRefused):
         one.commit(planned[2], [said(one.chat, "12345")])
     assert len(one.response().token_ids) == 8
 
@@ -368,13 +368,13 @@ def test_calls_beside_each_other_cannot_take_more_than_the_session_has() -> None
 def test_a_session_that_is_over_takes_nothing() -> None:
     """Case 8."""
     one = session()
-    planned = one.plan(Asked(messages=read_messages([QUESTION])))
+    planned = one.plan(AskedCall(messages=read_messages([QUESTION])))
     one.is_sealed = True
     for late in (
         lambda: one.plan(planned.asked),
         lambda: one.commit(planned, [said(one.chat, "42")]),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(CallRefused) as refused:
             late()
         assert refused.value.status == 409
     with pytest.raises(ValueError, match="never asked"):
@@ -383,7 +383,7 @@ def test_a_session_that_is_over_takes_nothing() -> None:
 
 # -------------------------------------------------------------------------------------- completions
 def text_call(one: Session, text: str, answer: str, **asked: Any) -> Turn:
-    planned = one.plan(Asked(text=text, **asked))
+    planned = one.plan(AskedCall(text=text, **asked))
     (turn,) = one.commit(planned, [said(one.chat, answer)])
     return turn
 
@@ -405,7 +405,7 @@ def test_a_stop_text_that_is_put_back_keeps_the_tokens_that_were_sampled() -> No
 def test_a_stop_text_at_the_end_of_what_was_sampled_is_the_policys() -> None:
     one = session()
     start = one.chat.text_of(one.prompt.token_ids)
-    planned = one.plan(Asked(text=start, stop=("]",)))
+    planned = one.plan(AskedCall(text=start, stop=("]",)))
     (first,) = one.commit(planned, [said(one.chat, "[6*7]", ends=False)])
     assert first.hidden == "]"
     text_call(one, f"{start}[6*7]24 ", "42")
@@ -426,13 +426,13 @@ def test_a_stop_text_within_a_token_is_encoded_again_and_counted() -> None:
 
 def test_token_ids_go_on_from_token_ids() -> None:
     one = session()
-    first = one.plan(Asked(token_ids=one.prompt.token_ids))
+    first = one.plan(AskedCall(token_ids=one.prompt.token_ids))
     (turn,) = one.commit(first, [said(one.chat, "ab")])
     ids = (*one.prompt.token_ids, *turn.sampled.tolist()[:-1], 5, 6)
-    second = one.plan(Asked(token_ids=ids))
+    second = one.plan(AskedCall(token_ids=ids))
     assert (second.parent, second.kept) == (turn, 1)
-    with pytest.raises(Refused):
-        one.plan(Asked(token_ids=(10**6,)))
+    with pytest.raises(CallRefused):
+        one.plan(AskedCall(token_ids=(10**6,)))
 
 
 # --------------------------------------------------------------------------------------- confidence
@@ -485,7 +485,7 @@ def test_thinking_that_does_not_end_and_a_full_session_are_not_asked() -> None:
     ],
 )
 def test_messages_that_would_lose_something_are_refused(messages: Any) -> None:
-    with pytest.raises(BadMessage):
+    with pytest.raises(MessageError):
         read_messages(messages)
 
 
