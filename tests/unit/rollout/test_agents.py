@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, check_error_rate, verdict_of
 from megatron_dcpo.types import Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
@@ -366,3 +366,24 @@ def test_outcomes(outcome: dict[str, Any], fails: bool, verdict: Any) -> None:
     why, found = verdict_of(outcome)
     assert bool(why) == fails
     assert found == verdict
+
+
+def test_an_engine_that_fails_ends_the_sessions_and_the_next_rollout_works(tmp_path: Path) -> None:
+    """Case 12: what was handed over stands, nothing else is taken from it."""
+    with rollout(agent=write(tmp_path, AGENT)) as made:
+        engine: Any = made.engine
+        serve = engine.serve
+
+        def failing(*arguments: Any) -> Iterator[list[Response]]:
+            for number, responses in enumerate(serve(*arguments)):
+                if number == 100:
+                    raise EngineError("killed")
+                yield responses
+
+        engine.serve = failing
+        with pytest.raises(EngineError):
+            sampled(made, "waits")
+        engine.serve = serve
+        assert made.door._guests == {}
+        got = sampled(made, "scores", times=2)
+        assert all(one.failure is None for one in got.values())
