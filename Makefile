@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 smollm2-served serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs dist clean
 
 setup: $(VENV)/.installed
@@ -54,6 +54,10 @@ quickstart-moe: setup
 smollm2: setup
 	PYTHON=$(BIN)/python examples/smollm2/prepare.sh runs/smollm2
 	$(BIN)/python examples/smollm2/run.py --seed $(SEED)
+
+# the same model as it was released, untrained: a confidence fitted on 200 of its answers, served, and asked; five minutes
+smollm2-served: setup
+	PYTHON=$(BIN)/python examples/smollm2/served.sh runs/smollm2
 
 # the quickstart's policy behind a server, and dcpo serve in front of it: a page with answers and their confidences
 serve: setup
@@ -105,10 +109,11 @@ test-grid: setup
 	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest -s tests/distributed/test_grid.py
 
 # 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4), every signal in every phase of a step
-# (the suite: two), and one failure of each kind of file
+# (the suite: two), one failure of each kind of file, and 30 SIGKILLs of each other verb that continues
 test-resilience: setup
 	OMP_NUM_THREADS=1 DCPO_KILLS=20 DCPO_SIGNALS=all $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
 		tests/distributed/test_watch.py tests/distributed/test_nonfinite.py tests/system/test_faults.py
+	OMP_NUM_THREADS=1 DCPO_KILLS=30 $(BIN)/python -m pytest -s tests/system/test_kills.py
 
 # 500 steps of the quickstart: memory, threads, files, processes, shared memory
 test-soak: setup

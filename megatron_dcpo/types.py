@@ -34,6 +34,8 @@ BROUGHT = (REASONING_GYM, *ENVIRONMENTS)
 HASH_SEED = "0"
 CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
+FinishReason = Literal["stop", "length", "abort"]
+
 ConfidenceStatus = Literal[
     "ok",  # exactly one marker, after the last box, one number in [0, 1], nothing after it
     "missing",  # no marker, but the response ended by itself
@@ -116,7 +118,7 @@ class Response:
     sample_index: Count
     token_ids: np.ndarray
     logprobs: np.ndarray
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     weights_version: int
     top_logprobs: np.ndarray | None = None
     text: str | None = None

@@ -18,6 +18,25 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("shared machine")
 
 
+FULL_CASES = Path(__file__).with_name("full_cases.txt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of ``full_cases.txt`` as ``full``. It is an error if an entry names no test of
+    a module that is collected whole.
+    """
+    lines = FULL_CASES.read_text().splitlines()
+    names = {line.rpartition(" : ")[0] for line in lines if not line.startswith("#")}
+    collected = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in names & collected.keys():
+        collected[name].add_marker(pytest.mark.full)
+    whole_modules = {name.partition("::")[0] for name in collected}
+    chosen = any("::" in argument for argument in items[0].config.args) if items else False
+    gone = {name for name in names - collected.keys() if name.partition("::")[0] in whole_modules}
+    if gone and not chosen:
+        raise pytest.UsageError(f"{FULL_CASES.name}: no such test: {', '.join(sorted(gone))}")
+
+
 @pytest.fixture(autouse=True)
 def _no_world_of_an_earlier_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the world of one that an earlier test made of this process: a dry run takes it for the

@@ -4,7 +4,8 @@
 
 Samples the policy on training problems and fits a confidence (a minute, once: what is in --out is
 kept), starts the policy behind an OpenAI-compatible server (server.py) and ``dcpo serve`` in front
-of it. Open http://127.0.0.1:8100 and ask it 58*2=. Ctrl-C ends both.
+of it. Open http://127.0.0.1:8100 and ask it 58*2=. Ctrl-C ends both. With --ask it prints the
+answers and confidences of some questions instead, and ends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import httpx2
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/serve"))
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--upstream-port", type=int, default=8101)
+    parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
     args = parser.parse_args(argv)
     confidence = args.out / "confidence.npz"
     if not confidence.exists():
@@ -48,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with subprocess.Popen(server) as upstream:
         try:
             wait_for(endpoint, upstream)
-            print(f"open http://127.0.0.1:{args.port} and ask 58*2=", flush=True)
             proxy = [*DCPO, "serve", *given, "--port", str(args.port), "--example", "58*2="]
+            if args.ask:
+                return ask(proxy, f"http://127.0.0.1:{args.port}/v1", args.ask)
+            print(f"open http://127.0.0.1:{args.port} and ask 58*2=", flush=True)
             with suppress(KeyboardInterrupt):
                 return subprocess.run(proxy, check=False).returncode
             return 0
@@ -66,6 +72,35 @@ def fit(model: str, problems: int, out: Path, confidence: Path) -> None:
     samples = str(out / "fit" / "samples.jsonl")
     calibrate = ["calibrate", "--samples", samples, "--out", str(confidence)]
     subprocess.run([*DCPO, *calibrate], check=True)
+
+
+def ask(proxy: Sequence[str], address: str, questions: Sequence[str]) -> int:
+    """Start ``dcpo serve``, print the greedy answer to each question with its confidence, and stop
+    it. Return 0.
+    """
+    with subprocess.Popen(proxy) as server:
+        try:
+            wait_for(address, server)
+            with httpx2.Client(base_url=address, timeout=_START_SECONDS) as client:
+                model = client.get("/models").json()["data"][0]["id"]
+                for question in questions:
+                    asked = {
+                        "model": model,
+                        "messages": [{"role": "user", "content": question}],
+                        "temperature": 0,
+                        "max_tokens": 48,
+                    }
+                    reply = client.post("/chat/completions", json=asked).raise_for_status()
+                    (choice,) = reply.json()["choices"]
+                    answer = " ".join(choice["message"]["content"].split())
+                    confidence = choice["confidence"]
+                    shown = choice["confidence_reason"]
+                    if confidence is not None:
+                        shown = f"{confidence:.2f}"
+                    print(f"{question}   confidence {shown}   {answer}", flush=True)
+        finally:
+            server.terminate()
+    return 0
 
 
 def wait_for(endpoint: str, server: subprocess.Popen[bytes]) -> None:

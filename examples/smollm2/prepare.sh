@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prepare the example: download and check the model, dequantize it, write the tasks, make the warm start (about ten minutes
-# on two cores). Usage: prepare.sh [OUT]; leaves OUT/base, OUT/data, OUT/policy, and skips what is there already.
+# on two cores). Usage: prepare.sh [OUT [tasks]]; leaves OUT/base, OUT/data, OUT/policy, and skips what is there already.
+# With "tasks" it ends after the tasks, without the warm start.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-runs/smollm2}
@@ -17,6 +18,10 @@ if [ ! -f "$out/base/config.json" ]; then
     mv "$out/base.partial" "$out/base"
 fi
 [ -f "$out/data/warm_start.jsonl" ] || "$python" "$here/tasks.py" --out "$out/data"
+if [ "${2:-}" = tasks ]; then
+    echo "prepared: $out/base, $out/data"
+    exit
+fi
 if [ ! -f "$out/policy/config.json" ]; then
     "$python" "$here/warm_start.py" --base "$out/base" --data "$out/data" --out "$out"
     "$python" -m megatron_dcpo sft --config "$here/sft.yaml" --resume auto "run_dir=$out/warm_start" "model.path=$out/start" \

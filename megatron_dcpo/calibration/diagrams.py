@@ -373,6 +373,7 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     written = [base.with_suffix(".png"), base.with_suffix(".svg")]
     with rc_context(_STYLE):
         figure.savefig(written[0], dpi=150, facecolor="white")
+        figure.set_layout_engine("none")  # it is laid out now
         figure.savefig(written[1], metadata={"Date": None}, facecolor="white")
     return written
 

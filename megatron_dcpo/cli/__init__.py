@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import (
@@ -61,8 +61,13 @@ VERBS = {
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",
     "doctor": "check this installation",
 }
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+_LONGEST_USAGE = 5  # lines that are shown before an error
 # the verbs that run on several ranks
 _ON_RANKS = ("train", "sft", "evaluate")
+# the verbs that take section.key=value, and those whose bare YAML file is the configuration
+_TAKE_OVERRIDES = ("train", "sft", "plan", "evaluate", "calibrate")
+_NAME_CONFIG = ("train", "sft", "plan")
 # a disk is full or read-only, or a path is not the file or directory it should be
 _DISK_REFUSES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -98,6 +103,11 @@ def _run(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         # everything is saved, but a judge may still be busy with the abandoned rollout
         os._exit(stopped.exit_status)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        # a verb returns its status; code of the user's, called by it, would end it as a success
+        return _refused(args.verb, "sys.exit() of code that it called ended it early")
     except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -105,17 +115,22 @@ def _run(args: argparse.Namespace) -> int:
         refusal = _refusal(error)
         if args.debug or refusal is None:
             raise
-        if _ranks_differ() or not _first_rank_prints(args.verb):
-            print(printable(f"dcpo {args.verb}: error: {refusal}"), file=sys.stderr)
-        _tell_launcher(refusal)
-        return EXIT_USER_ERROR
+        return _refused(args.verb, refusal)
+
+
+def _refused(verb: str, refusal: str) -> int:
+    """Say in one line why the verb ended, here and to the launcher; return its exit status."""
+    if _ranks_differ() or not _first_rank_prints(verb):
+        print(printable(f"dcpo {verb}: error: {refusal}"), file=sys.stderr)
+    _tell_launcher(refusal)
+    return EXIT_USER_ERROR
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments. Only the module of the called verb is imported, so that help
     appears at once.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dcpo",
         description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
     )
@@ -149,6 +164,18 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser of a verb, whose errors are not buried under the options of a verb that has many."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print a short usage or none, what is wrong and where all options are; exit with 2."""
+        usage = self.format_usage()
+        if usage.count("\n") > _LONGEST_USAGE:
+            usage = ""
+            message += f" ({self.prog} --help lists all options)"
+        self.exit(EXIT_USER_ERROR, f"{usage}{self.prog}: error: {message}\n")
+
+
 def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
     """Return the line that says what the user can fix; None for an error of the program."""
     if isinstance(error, ModuleNotFoundError):
@@ -162,6 +189,8 @@ def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
         return f"{missing} is not installed, which this verb needs; {how}"
     if isinstance(error, UserError) or error.errno in _DISK_REFUSES:
         return str(error)
+    if error.errno in _TOO_MANY_FILES:
+        return f"{error}; raise the limit of open files (ulimit -n)"
     return None
 
 
@@ -171,11 +200,10 @@ def as_options(words: Sequence[str]) -> list[str]:
     ``train x.yaml`` names the configuration, ``--section.key value`` is an override, and a bare
     ``--resume`` means ``auto``.
     """
-    if not words or words[0] not in ("train", "sft", "plan", "evaluate"):
+    if not words or words[0] not in _TAKE_OVERRIDES:
         return list(words)
     verb, *rest = words
-    # the YAML files of evaluate belong to --config and --as-trained
-    needs_config = verb != "evaluate" and "--config" not in words
+    needs_config = verb in _NAME_CONFIG and "--config" not in words
     options: list[str] = []
     while rest:
         word = rest.pop(0)
@@ -253,7 +281,7 @@ def _first_rank_prints(verb: str) -> bool:
     """Return whether the first rank of the job prints what this one would. A rank in the
     environment alone says nothing: a shell may have it from elsewhere.
     """
-    return verb in _ON_RANKS and signals.under_launcher() and os.environ.get("RANK", "0") != "0"
+    return verb in _ON_RANKS and signals.under_launcher() and signals.launched_rank() != 0
 
 
 def _ranks_differ() -> bool:

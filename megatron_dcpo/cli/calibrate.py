@@ -118,6 +118,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "probable number",
     )
     of_adapter.add_argument(
+        "--resume",
+        choices=("none", "auto"),
+        help="auto goes on with the adapter that a stopped fit has begun in --out",
+    )
+    of_adapter.add_argument(
         "overrides",
         nargs="*",
         default=[],
@@ -148,7 +153,7 @@ def _source(args: argparse.Namespace) -> str | None:
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher", "decimals", "target", "read"):
+    for name in ("model", "teacher", "decimals", "target", "read", "resume"):
         if getattr(args, name):
             raise UserError(f"--{name} goes with --kind adapter")
     if args.overrides:

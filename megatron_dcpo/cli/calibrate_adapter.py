@@ -57,7 +57,7 @@ def _check_options(args: argparse.Namespace) -> None:
             option = name.replace("_", "-")
             raise UserError(f"--{option} does not go with --kind adapter; remove it")
     if args.apply:
-        for name in ("teacher", "decimals", "target", "kinds"):
+        for name in ("teacher", "decimals", "target", "kinds", "resume"):
             if getattr(args, name):
                 raise UserError(f"--{name} does not go with --apply, which fits nothing")
         return
@@ -164,6 +164,8 @@ def _configured(
         },
     }
     values = merged(DEFAULTS, own)
+    if args.resume:
+        values = overridden(values, "training.resume", args.resume)
     for name, value in parse_overrides(args.overrides).items():
         values = overridden(values, name, value)
     if args.held_out and not args.apply:

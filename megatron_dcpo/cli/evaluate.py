@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -512,7 +511,7 @@ def _progress() -> Iterator[Progress]:
     """Show a bar with the time left on a terminal, and ten log lines elsewhere. With several ranks
     it is the first rank's share.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if signals.launched_rank() != 0:
         yield lambda name, done, total: None
         return
     if not sys.stderr.isatty():

@@ -187,7 +187,7 @@ def checked(values: dict[Any, Any], kind: type[Built], source: str) -> Built:
 
     Raises :class:`UserError` for the first thing wrong, with the ``source`` of the values.
     """
-    _check_keys(values, kind, source, ())
+    _check_keys(values, kind, source)
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
@@ -318,23 +318,36 @@ def without_none(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
+def _check_keys(values: dict[Any, Any], kind: type, source: str) -> None:
     """Refuse unknown keys first: pydantic would report them last, and without the nearest valid
     name.
     """
+    unknown = next(_unknown_keys(values, kind, ()), None)
+    if unknown is None:
+        return
+    prefix, key, section = unknown
+    known = section_fields(section)
+    near = nearest(key, known, cutoff=0.7)
+    here = ".".join((*prefix, near)) if near else None
+    meant = _named_elsewhere(key, kind) or here or _of_another_section(key, kind)
+    hint = f"did you mean {meant}?" if meant else f"valid keys: {', '.join(sorted(known))}"
+    raise UserError(f"{source}: unknown key {'.'.join((*prefix, key))}; {hint}")
+
+
+def _unknown_keys(
+    values: Mapping[Any, Any], kind: type, prefix: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str, type]]:
+    """Yield each key of ``values`` that the section ``kind`` does not have: the names of the
+    sections around it, the key, and its section.
+    """
     known = section_fields(kind)
     for key, value in values.items():
-        name = ".".join((*prefix, str(key)))
         if key not in known:
-            near = nearest(key, known, cutoff=0.7)
-            meant = ELSEWHERE.get(str(key)) or (
-                ".".join((*prefix, near)) if near else _elsewhere(str(key))
-            )
-            hint = f"did you mean {meant}?" if meant else f"valid keys: {', '.join(sorted(known))}"
-            raise UserError(f"{source}: unknown key {name}; {hint}")
+            yield prefix, str(key), kind
+            continue
         section = next((t for t in (known[key], *get_args(known[key])) if section_fields(t)), None)
         if section is not None and isinstance(value, dict):
-            _check_keys(value, section, source, (*prefix, str(key)))
+            yield from _unknown_keys(value, section, (*prefix, str(key)))
 
 
 def section_fields(kind: object) -> dict[str, Any]:
@@ -346,13 +359,23 @@ def section_fields(kind: object) -> dict[str, Any]:
     }
 
 
-def _elsewhere(key: str) -> str | None:
-    """Return the dotted name of an option that was given in another section; None if there is no
-    option ``key``.
+def _named_elsewhere(key: str, kind: type) -> str | None:
+    """Return the dotted name in the configuration ``kind`` of an option that other trainers call
+    ``key``; None if it has none.
     """
-    if key in section_fields(PlannedOptions):
-        return f"parallel.megatron.{key}"
-    for section, kind in section_fields(Config).items():
-        if key in section_fields(kind):
-            return f"{section}.{key}"
+    ours = ELSEWHERE.get(key)
+    if ours is None or ours.partition(".")[0] not in section_fields(kind):
+        return None
+    return ours
+
+
+def _of_another_section(key: str, kind: type) -> str | None:
+    """Return the dotted name of an option that the configuration ``kind`` has in another section;
+    None if it has no option ``key``.
+    """
+    for name, section in section_fields(kind).items():
+        if section is ParallelConfig and key in section_fields(PlannedOptions):
+            return f"{name}.megatron.{key}"
+        if key in section_fields(section):
+            return f"{name}.{key}"
     return None

@@ -63,7 +63,7 @@ def load_evaluation(
         values = merged(values, layer)
     for name, value in overrides.items():
         values = overridden(values, name, value)
-    source = "dcpo evaluate" if file is None else file
+    source = "options" if file is None else file
     config = checked(values, EvaluateConfig, source)
     check_evaluation(config, source)
     return config

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from megatron_dcpo.data.benchmarks import BENCHMARKS
 from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.evaluation import run_description
-from megatron_dcpo.evaluation.evaluate import scored_kinds
+from megatron_dcpo.evaluation.evaluate import name_in_files, scored_kinds
 from megatron_dcpo.evaluation.report import format_value
 from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, read_run
 from megatron_dcpo.evaluation.scoring import LOOKUP, METRICS, headline
@@ -222,8 +222,7 @@ def _evaluated(run_dir: Path, directory: Path) -> _Results | None:
     sampled = sampled and f"; {_cell(sampled)}"
     first = scored_kinds(evaluation["overall"])[:1] or [""]
     name = benchmarks[0] if len(benchmarks) == 1 else "overall"
-    file = re.sub(r"[^\w.-]", "_", name)[:100]
-    diagram = folder / "diagrams" / f"reliability_{file}_{first[0]}.png"
+    diagram = folder / "diagrams" / f"reliability_{name_in_files(name)}_{first[0]}.png"
     named = [_cell(one) if one in BENCHMARKS else f"{_cell(one)}=FILE" for one in benchmarks]
     command = f"dcpo evaluate --model . --benchmarks {','.join(named)} --out eval"
     return _Results(

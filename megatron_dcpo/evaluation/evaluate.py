@@ -315,6 +315,13 @@ def write_evaluation(
     write_report([run], root / "report.html", title)
 
 
+def name_in_files(benchmark: str) -> str:
+    """Return what stands for a benchmark in the names of files: its name in a ``samples.jsonl`` may
+    be any text.
+    """
+    return re.sub(r"[^\w.-]", "_", benchmark)[:100]
+
+
 def _draw(
     scores: Mapping[str, Any], run: EvaluatedRun, benchmark: str | None, pictures: Path
 ) -> None:
@@ -322,8 +329,7 @@ def _draw(
     accuracy-coverage curves of all kinds.
     """
     name = benchmark or "overall"
-    # a benchmark's name in a samples.jsonl may be any text
-    file = re.sub(r"[^\w.-]", "_", name)[:100]
+    file = name_in_files(name)
     curves = {}
     for kind in scored_kinds(scores):
         values = summary_of(run, kind, benchmark)

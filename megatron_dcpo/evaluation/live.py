@@ -93,11 +93,11 @@ def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample. Its ``pieces`` are runs of adjacent tokens as [text, block, advantage or
-    None].
+    None]; the text of an evaluation, whose tokens are not kept, is one piece without a block.
     """
     kept = ("training_step", "problem", "ground_truth", "correct", "confidence", "status")
     shown = {key: row.get(key) for key in kept}
-    shown["pieces"] = row.get("pieces") or [[row.get("text", ""), "reasoning", None]]
+    shown["pieces"] = row.get("pieces") or [[row.get("text", ""), "", None]]
     return shown
 
 

@@ -128,7 +128,7 @@ def _check_layout(name: str, part: IO[bytes], size: int) -> None:
     kinds = "U" if name in _TEXTS else _KINDS
     if dtype.kind not in kinds:
         raise _WrongFileError(f"{name} has the type {dtype}")
-    if math.prod(shape) * dtype.itemsize + part.tell() != size:
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize + part.tell() != size:
         raise _WrongFileError(f"{name} has not the size of its shape {shape}")
 
 

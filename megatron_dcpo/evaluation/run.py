@@ -61,6 +61,7 @@ from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.run_records import today
+from megatron_dcpo.runtime.signals import launched_rank
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -115,7 +116,7 @@ def run_evaluation(
     else:
         config = _with_models_here(config, fresh=fresh)
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
-        if _rank() > 0:
+        if launched_rank() > 0:
             return {}
         judged = _with_kept_states(config, judged)
     if predictor is not None:
@@ -186,10 +187,6 @@ def _with_kept_states(config: EvaluateConfig, judged: list[Sample]) -> list[Samp
     found = with_states_of_model(config, judged)
     write_states(found, Path(config.run_dir, FILE))
     return found
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def evaluation_of_samples(samples: str) -> dict[str, Any]:
@@ -303,22 +300,22 @@ def _new_samples(
     else:
         settings = settings_of(config, model_name(config), date)
         settings |= _files_of(config)
-        if _rank() == 0 and not fresh:  # before the slow loading of the model
+        if launched_rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
         from megatron_dcpo.evaluation.local_model import sample_model
 
         responder = sample_model(config, loaded, date)
-    share = slice(_rank(), None, ranks)
+    share = slice(launched_rank(), None, ranks)
     prompts = [responder.render(problems) for problems in loaded]
     check_kinds([prompt for rendered in prompts for prompt in rendered], config.evaluation.kinds)
-    log = SampleLog(config.run_dir, settings, fresh) if _rank() == 0 else None
+    log = SampleLog(config.run_dir, settings, fresh) if launched_rank() == 0 else None
     with log or nullcontext():
         if log is not None:
             log.match([prompt for rendered in prompts for prompt in rendered])
         tests: dict[str, bytes] = {}
         for problems in loaded:
             tests.update(problems.tests)
-        if tests and _rank() == 0:
+        if tests and launched_rank() == 0:
             write_tests(tests, Path(config.run_dir) / TESTS_FILE)
         samples: list[Sample] = []
         for problems, rendered in zip(loaded, prompts, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -17,12 +17,13 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import Engine, EngineError, Samples, SamplingConfig
 from megatron_dcpo.runtime.plugins import check_signature, load_object
 from megatron_dcpo.runtime.signals import RolloutAbandoned
-from megatron_dcpo.types import Prompt, Response, ResponseKey
+from megatron_dcpo.types import FinishReason, Prompt, Response, ResponseKey
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPTION = "rollout.function"
+_ROUNDING = 1e-3  # by which a log-prob may exceed 0
 
 
 @dataclass(frozen=True)
@@ -140,25 +141,38 @@ def load_rollout_function(path: str) -> RolloutFunction:
     return function
 
 
+@dataclass(frozen=True)
+class ResponseLimits:
+    """What a response that can be trained on keeps to: its number of tokens, and their ids."""
+
+    max_tokens: int
+    vocab_size: int
+
+
 def checked_stream(
-    function: RolloutFunction, path: str, samples: Samples, context: RolloutContext
+    function: RolloutFunction,
+    path: str,
+    samples: Samples,
+    context: RolloutContext,
+    vocab_size: int,
 ) -> Generator[list[Response], None, None]:
-    """Yield what a user's rollout yields. Raises :class:`UserError`, which names the option, when
-    the function fails and for responses that cannot be trained on.
+    """Yield what a user's rollout yields, for a model with ``vocab_size`` embeddings. Raises
+    :class:`UserError`, which names the option, when the function fails or would end the process,
+    and for responses that cannot be trained on.
     """
     missing = {(prompt.prompt_id, index) for prompt, index in samples}
-    most = context.sampling.max_tokens
+    limits = ResponseLimits(max_tokens=context.sampling.max_tokens, vocab_size=vocab_size)
     try:
         for together in function(samples, context):
             for response in together:
-                problem = _problem_of(response, missing, most)
+                problem = _problem_of(response, missing, limits)
                 if problem:
                     raise UserError(f"{OPTION}={path}: {problem}")
                 missing.discard(response.key)
             yield list(together)
     except (EngineError, RolloutAbandoned, UserError, GeneratorExit):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {one_line(error, 300)}"
         raise UserError(f"{OPTION}={path}: {what}") from error
     if missing:
@@ -169,25 +183,50 @@ def checked_stream(
         )
 
 
-def _problem_of(response: Response, missing: set[ResponseKey], max_tokens: int) -> str:
+def _problem_of(response: Response, missing: set[ResponseKey], limits: ResponseLimits) -> str:
     """Return why a response of a user's rollout cannot be trained on; empty when it can."""
     if not isinstance(response, Response):
         return f"it yielded a list with a {type(response).__name__}; yield lists of Response"
     name = f"response {response.sample_index} to {response.prompt_id}"
     if response.key not in missing:
         return f"{name} was not asked for, or came twice"
-    length = len(response.token_ids)
-    if not 0 < length <= max_tokens:
-        return (
-            f"{name} has {length} tokens; rollout.max_response_length={max_tokens} is for all turns"
-        )
-    if len(response.logprobs) != length:
-        return f"{name} has {length} tokens and {len(response.logprobs)} log-probs"
+    if response.finish_reason not in get_args(FinishReason):
+        known = ", ".join(get_args(FinishReason))
+        return f"{name}: finish_reason is {response.finish_reason!r:.40}; it must be one of {known}"
+    problem = _problem_of_tokens(response, limits) or _problem_of_logprobs(response)
+    return f"{name}{problem}" if problem else ""
+
+
+def _problem_of_tokens(response: Response, limits: ResponseLimits) -> str:
+    """Return what is wrong with the tokens, to be read after the response's name."""
+    ids = response.token_ids
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
+        return ": token_ids must be int64 [T]"
+    length = len(ids)
+    if not 0 < length <= limits.max_tokens:
+        most = f"rollout.max_response_length={limits.max_tokens}"
+        return f" has {length} tokens; {most} is for all turns"
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        return f": its token ids must be at least 0 and below {limits.vocab_size}, the embeddings"
     mask = response.loss_mask
     if mask is None:
         return ""
-    if mask.dtype != np.bool_ or mask.shape != (length,):
-        return f"{name}: loss_mask must be bool [{length}], one value a token"
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (length,):
+        return f": loss_mask must be bool [{length}], one value a token"
     if not mask.any():
-        return f"{name}: loss_mask says that the policy sampled no token"
+        return ": loss_mask says that the policy sampled no token"
+    return ""
+
+
+def _problem_of_logprobs(response: Response) -> str:
+    """Return what is wrong with the log-probs, to be read after the response's name."""
+    length = len(response.token_ids)
+    logprobs = response.logprobs
+    if not isinstance(logprobs, np.ndarray) or logprobs.dtype != np.float32:
+        return ": logprobs must be float32 [T]"
+    if logprobs.shape != (length,):
+        return f" has {length} tokens and log-probs of the shape {logprobs.shape}"
+    sampled = logprobs if response.loss_mask is None else logprobs[response.loss_mask]
+    if not np.isfinite(sampled).all() or sampled.max() > _ROUNDING:
+        return ": log-probs of sampled tokens must be finite numbers of at most 0"
     return ""

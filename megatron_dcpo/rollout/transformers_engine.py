@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Hashable, Iterable, Iterator,
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from megatron_dcpo.runtime.device import (
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import Prompt, Response, ResponseKey
+from megatron_dcpo.types import FinishReason, Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import in_parts
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import is_constant
@@ -485,7 +485,7 @@ class _Batch:
         for number, row in enumerate(rows.tolist()):
             prompt, index = self.sample(row)
             new = slice(self._before[row], lengths[number])
-            finish_reason: Literal["stop", "length", "abort"] = "abort"
+            finish_reason: FinishReason = "abort"
             if stopped[number]:
                 finish_reason = "stop"
             elif over[number]:

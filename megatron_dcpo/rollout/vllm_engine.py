@@ -17,7 +17,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ from megatron_dcpo.runtime.device import (
 )
 from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
 from megatron_dcpo.runtime.host_memory import ledger
-from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.runtime.signals import RolloutAbandoned, launched_rank, stop_requested
+from megatron_dcpo.types import FinishReason, Prompt, Response
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import number_of_parameters
 
@@ -352,7 +352,7 @@ class VllmEngine(Engine):
                 f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}"
             )
         ids = np.array(completion.token_ids, np.int64)
-        finish_reason: Literal["stop", "length", "abort"] = "length"
+        finish_reason: FinishReason = "length"
         if completion.finish_reason is None:
             finish_reason = "abort"
         elif completion.finish_reason == "stop":
@@ -586,7 +586,7 @@ class VllmEngine(Engine):
         Without a name it still works, and conflicts with no other job.
         """
         size = self.tensor_model_parallel_size
-        rank = int(os.environ.get("RANK", "0"))
+        rank = launched_rank()
         first = rank - rank % size
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.signals import launched_rank
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +70,11 @@ def model_directory(name: str, *, commit: str = "", weights: bool = True) -> str
     model = parse(name)
     if model is None:
         return name
-    if commit and _is_first_rank():
+    if commit and launched_rank() == 0:
         _warn_if_moved(model, commit)
     directory = _downloaded(model, commit or model.revision, weights)
     _TAKEN[directory] = model
-    if _is_first_rank():
+    if launched_rank() == 0:
         logger.info("%s is commit %s of the hub, in %s", name, Path(directory).name, directory)
     return directory
 
@@ -117,10 +118,6 @@ def recorded_name(name: str, launches: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of a run's model, with the commit that its ``run.json`` has."""
     commit = recorded_commit(name, launches)
     return f"{name.partition('@')[0]}@{commit}" if commit else name
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _downloaded(model: HubModel, revision: str, weights: bool) -> str:

@@ -95,6 +95,14 @@ def under_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def launched_rank() -> int:
+    """Return the rank of this process as its launcher says, before process groups exist: 0 without
+    a launcher, or if it says no number, which ``distributed.initialize`` refuses.
+    """
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
 def exit_with_launcher() -> None:
     """Have the kernel end this worker when its launcher ends, so that it does not train without it.
     Does nothing on systems other than Linux.

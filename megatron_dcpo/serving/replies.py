@@ -12,13 +12,14 @@ from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.hiding import hide_logprobs
 from megatron_dcpo.serving.limits import LONGEST_ID, ServeLimits
-from megatron_dcpo.serving.scorer import Scored, Scorer
+from megatron_dcpo.serving.scorer import FIELDS, Scored, Scorer
 
 # returns the confidence of a choice, given its index and what of it could not be read
 Score = Callable[[dict[str, Any], int, str], Awaitable[Scored]]
 # is told the id of a response, the index of a choice and its confidence
 Told = Callable[[str, int, Scored], None]
 
+ERROR_BESIDE = "the upstream sent an error beside the answer"
 _LARGE = 1 << 20  # bytes from which on a reply is read in another thread
 
 
@@ -55,7 +56,7 @@ async def scored_reply(content: bytes, scoring: Scoring) -> bytes:
     for position, choice in enumerate(choices):
         if isinstance(choice, dict):
             index = index_of(choice, position)
-            scored = await scoring.score(choice, index, "")
+            scored = await scoring.score(choice, index, ERROR_BESIDE if reply.get("error") else "")
             _show(choice, scoring, scored)
             scoring.told(answer_id(reply), index, scored)
     hide_logprobs(reply, scoring.asked)
@@ -85,6 +86,13 @@ def _show(choice: dict[str, Any], scoring: Scoring, scored: Scored) -> None:
     if isinstance(holder, dict) and isinstance(holder.get(name), str):
         holder[name] = scoring.scorer.shown(holder[name], asked, scored)
     choice.update(scored.fields())
+
+
+def drop_fields(choice: object) -> None:
+    """Take away a confidence that the upstream has put into a choice."""
+    if isinstance(choice, dict):
+        for name in FIELDS:
+            choice.pop(name, None)
 
 
 def index_of(choice: Mapping[str, Any], position: int) -> int:

@@ -67,6 +67,10 @@ class Scored:
         }
 
 
+# of a choice; whatever an upstream says under these names is not ours, and is not passed on
+FIELDS = tuple(Scored(confidence=None, raw=None, source="").fields())
+
+
 @dataclass(frozen=True)
 class Scorer:
     """How choices are scored and shown. With ``keep_tag`` the confidence block stays in the text;

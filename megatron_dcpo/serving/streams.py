@@ -19,7 +19,13 @@ from megatron_dcpo.serving.events import DONE, Event, EventDecoder
 from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.finishing import finish_reason
 from megatron_dcpo.serving.hiding import hide_logprobs
-from megatron_dcpo.serving.replies import Scoring, answer_id, error_body
+from megatron_dcpo.serving.replies import (
+    ERROR_BESIDE,
+    Scoring,
+    answer_id,
+    drop_fields,
+    error_body,
+)
 
 _MOST_CHOICES = 4096  # that are told apart; OpenAI's servers give 128
 _MOST_HELD = 64  # events without choices that wait behind the last chunk of a choice
@@ -140,10 +146,13 @@ class Stream:
     def _chunk(self, event: Event, chunk: Chunk) -> bytes:
         """Return a chunk without the choices that end in it, which wait until they are scored."""
         self.last = {name: chunk[name] for name in chunk if name not in ("usage", "choices")}
+        if chunk.get("error"):
+            self._give_up(ERROR_BESIDE)
         out = []
         going_on = []
         ending = []
         for choice in chunk["choices"]:
+            drop_fields(choice)
             index = self._index_of(choice)
             if index is None:
                 going_on.append(choice)

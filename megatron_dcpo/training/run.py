@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config, RunConfig
@@ -338,8 +339,8 @@ def build_updater(
 
 # ---------------------------------------------------------------------------- engine and rollouts
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
-    """Return this rank's engine. It has placeholder weights until the first push of the policy's.
-    Raises :class:`UserError`.
+    """Return this rank's engine. Its weights are placeholders until the policy's are handed
+    over. Raises :class:`UserError`.
     """
     rollout = config.rollout
     if rollout.engine == "server":
@@ -461,6 +462,7 @@ def own_rollout(config: Config, inputs: Inputs, engine: Engine) -> OwnRollout:
     if not path:
         return OwnRollout()
     function = load_rollout_function(path)
+    vocab_size = read_architecture(config.model.path).vocab_size
 
     def stream(
         samples: Samples, sampling: SamplingConfig, step: int
@@ -468,7 +470,9 @@ def own_rollout(config: Config, inputs: Inputs, engine: Engine) -> OwnRollout:
         context = RolloutContext(
             engine=engine, tokenizer=inputs.tokenizer, sampling=sampling, step=step
         )
-        return checked_stream(function, path, samples, context)
+        return checked_stream(
+            function=function, path=path, samples=samples, context=context, vocab_size=vocab_size
+        )
 
     return OwnRollout(stream)
 

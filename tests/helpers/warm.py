@@ -22,13 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.runtime.device import has_cuda
+from tests.helpers import processes
 from tests.helpers.paths import REPOSITORY
 from tests.helpers.transformer_engine import pretend
+
+_LOOKED = 0.002  # seconds between two looks at whether it is time for a signal
+_ORPHANS_END = 30.0  # seconds within which what a killed process has started ends
 
 
 def run(
@@ -49,22 +53,9 @@ def run(
     if has_cuda():
         return _started(module, arguments, environments, timeout, cwd)
     server = _server(frozenset((imports_in or {}).items()))
-    assert server.stdin is not None
     with tempfile.TemporaryDirectory() as scratch:
-        outputs = [
-            [str(Path(scratch, f"{name}{n}")) for name in ("out", "err")]
-            for n in range(len(environments))
-        ]
-        ranks = [
-            {"environment": dict(own), "to": to}
-            for own, to in zip(environments, outputs, strict=True)
-        ]
-        server.stdin.write(
-            json.dumps({"module": module, "argv": [*arguments], "ranks": ranks, "cwd": str(cwd)})
-            + "\n"
-        )
-        server.stdin.flush()
-        pids = _answer(server, 60)
+        outputs = _outputs(scratch, len(environments))
+        pids = _asked(server, [module, *arguments], environments, outputs, cwd)
         try:
             status = _answer(server, timeout)
         except subprocess.TimeoutExpired:
@@ -73,6 +64,92 @@ def run(
             _answer(server, 60)
             raise
         return _completed([module, *arguments], status, outputs)
+
+
+def kill(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    is_time: Callable[[], bool],
+    number: int = signal.SIGKILL,
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """What :func:`run` does with one process, which gets a signal as soon as ``is_time`` says so;
+    it may have ended before. What it has started ends with it. Raises TimeoutExpired.
+    """
+    if has_cuda():
+        return _started_and_killed([module, *arguments], environment, is_time, number, timeout)
+    server = _server(frozenset())
+    assert server.stdout is not None
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = _outputs(scratch, 1)
+        started: list[int] = []
+        (pid,) = _asked(server, [module, *arguments], [environment], outputs, REPOSITORY)
+        while not select.select([server.stdout], [], [], _LOOKED)[0]:
+            if is_time() or time.monotonic() > deadline:
+                started = processes.below(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                break
+        try:
+            status = _answer(server, timeout)
+        except subprocess.TimeoutExpired:
+            os.kill(pid, signal.SIGKILL)
+            _answer(server, 60)
+            raise
+        assert not processes.left_after(started, _ORPHANS_END)
+        return _completed([module, *arguments], status, outputs)
+
+
+def _started_and_killed(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    is_time: Callable[[], bool],
+    number: int,
+    timeout: float,
+) -> subprocess.CompletedProcess[str]:
+    """What :func:`kill` does, by a process that makes its own imports."""
+    command = [sys.executable, "-m", *words]
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = _outputs(scratch, 1)
+        with open(outputs[0][0], "w") as out, open(outputs[0][1], "w") as err:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=err, env=dict(environment), cwd=REPOSITORY
+            )
+        while process.poll() is None and not is_time() and time.monotonic() < deadline:
+            time.sleep(_LOOKED)
+        process.send_signal(number)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        return _completed(command, status, outputs)
+
+
+def _outputs(scratch: str, count: int) -> list[list[str]]:
+    """Return the files for stdout and stderr of so many processes."""
+    return [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(count)]
+
+
+def _asked(
+    server: subprocess.Popen[str],
+    words: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    outputs: Sequence[list[str]],
+    cwd: Path,
+) -> list[int]:
+    """Ask the server for forks that run ``MODULE ARGUMENTS``; return their process ids."""
+    assert server.stdin is not None
+    ranks = [
+        {"environment": dict(own), "to": to} for own, to in zip(environments, outputs, strict=True)
+    ]
+    module, *arguments = words
+    request = {"module": module, "argv": arguments, "ranks": ranks, "cwd": str(cwd)}
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return list(_answer(server, 60))
 
 
 def _completed(
@@ -98,10 +175,7 @@ def _started(
         time.monotonic() + timeout,
     )
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as files:
-        outputs = [
-            [str(Path(scratch, f"{name}{n}")) for name in ("out", "err")]
-            for n in range(len(environments))
-        ]
+        outputs = _outputs(scratch, len(environments))
         streams = [[files.enter_context(open(path, "w")) for path in paths] for paths in outputs]
         running = [
             subprocess.Popen(

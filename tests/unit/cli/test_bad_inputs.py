@@ -385,6 +385,24 @@ def test_a_misspelled_verb_names_the_nearest(capsys: pytest.CaptureFixture[str])
     assert "'train'" in line
 
 
+def test_a_verb_that_is_ended_by_code_of_the_users_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], project: Path
+) -> None:
+    Path("mine.py").write_text("import sys\nsys.exit()\n")
+    assert main([*dry(), "judging.verifier=mine.py:verify"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "serve", "calibrate", "train"])
+def test_a_missing_option_is_not_buried_under_the_others(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) <= 6
+
+
 @pytest.mark.parametrize("written", ["wandb,mine.py:log", "[wandb,'mine.py:log']"])
 def test_loggers_are_a_list_or_one_text(project: Path, written: str) -> None:
     config = load_config("run.yaml", [f"logging.to={written}"])

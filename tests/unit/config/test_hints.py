@@ -10,6 +10,7 @@ import pytest
 
 from megatron_dcpo.cli import as_options
 from megatron_dcpo.config import load_config
+from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.hints import ELSEWHERE
 from megatron_dcpo.errors import UserError
 
@@ -49,6 +50,20 @@ def test_every_hint_is_an_option(file: Path, place: str) -> None:
 def test_names_of_other_systems(file: Path, override: str, expected: str) -> None:
     with pytest.raises(UserError) as error:
         load_config(file, [override])
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("rollout.temperature", "did you mean evaluation.temperature"),
+        ("evaluation.temprature", "did you mean evaluation.temperature"),
+        ("learning_rate", "valid keys"),  # dcpo evaluate has none
+    ],
+)
+def test_an_evaluation_is_pointed_to_its_own_options(option: str, expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_evaluation({"run_dir": "out", option: 1})
     assert expected in str(error.value)
 
 

@@ -26,8 +26,6 @@ from megatron_dcpo.judging.verifiers import digest_of
 from tests.helpers.fake_server import FakeServer, Reply
 from tests.helpers.paths import QUICKSTART
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
-
 A = {"problem": "6*7?", "answer": "42"}
 B = {"problem": "5*5?", "answer": "25"}
 C = {"problem": "2+2?", "answer": "4"}

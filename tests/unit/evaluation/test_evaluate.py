@@ -133,6 +133,7 @@ def test_equivalence_is_mathematical() -> None:
     assert not equivalent_math("1/2", "1/3")
 
 
+@pytest.mark.draws
 @pytest.mark.slow
 def test_an_evaluation_leaves_its_files(
     tokenizer: Any, benchmark_file: Path, tmp_path: Path
@@ -160,6 +161,7 @@ def test_an_evaluation_leaves_its_files(
     assert "toy" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.draws
 @pytest.mark.slow
 def test_several_benchmarks_have_a_grid(
     tokenizer: Any, benchmark_file: Path, tmp_path: Path

@@ -71,15 +71,6 @@ def reply(marker: str = "<conf>") -> Any:
     return answer
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take most of the time, and other tests look at them."""
-    monkeypatch.setattr("megatron_dcpo.evaluation.evaluate._draw", lambda *args: None)
-    monkeypatch.setattr(
-        "megatron_dcpo.calibration.diagrams.inline_svg", lambda *args: "<svg></svg>"
-    )
-
-
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
     path = tmp_path / "toy.jsonl"

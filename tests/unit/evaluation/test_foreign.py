@@ -19,6 +19,8 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.foreign import parse_columns, read_any
 from tests.helpers.paths import REPOSITORY
 
+pytestmark = pytest.mark.draws
+
 FOREIGN = REPOSITORY / "tests" / "fixtures" / "foreign"
 
 

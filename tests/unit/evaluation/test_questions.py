@@ -27,8 +27,6 @@ from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 from tests.unit.data.test_questions import GPQA, MMLU, TRIVIA, lines, table
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
-
 SAID = ("E", "7", "Eliot", "I don't know")
 
 

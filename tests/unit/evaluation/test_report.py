@@ -19,6 +19,8 @@ from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.runs import find_runs
 from tests.helpers.evaluated import evaluated, make_sample, make_samples, trained
 
+pytestmark = pytest.mark.draws
+
 
 class Outside(HTMLParser):
     """Collects everything that would load something, and checks that elements close."""

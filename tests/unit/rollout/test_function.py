@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_dcpo.types import Prompt, Response
 
 PROMPT = Prompt("p", (), (1, 2), "", "t")
 SAMPLES = [(PROMPT, 0), (PROMPT, 1)]
+VOCABULARY = 20
 
 
 def turn(prompt_id: str, *tokens: int, index: int = 0, **fields: Any) -> Response:
@@ -69,7 +71,7 @@ MASK = np.array([True, False])
 
 def test_good_responses_pass_in_their_order() -> None:
     both = [[turn("p", 5, index=1)], [turn("p", 5, 6, loss_mask=MASK)]]
-    stream = checked_stream(yielding(*both), "f.py:rollout", SAMPLES, context())
+    stream = checked_stream(yielding(*both), "f.py:rollout", SAMPLES, context(), VOCABULARY)
     assert [one[0].sample_index for one in stream] == [1, 0]
 
 
@@ -85,13 +87,23 @@ def test_good_responses_pass_in_their_order() -> None:
         [[turn("p", 5, 6, loss_mask=np.array([1, 0]))]],
         [[turn("p", 5, 6, loss_mask=np.array([True]))]],
         [[turn("p", 5, 6, loss_mask=np.array([False, False]))]],
+        [[turn("p", 5, VOCABULARY)]],
+        [[turn("p", 5, -1)]],
+        [[replace(GOOD, token_ids=[5, 6])]],
+        [[replace(GOOD, token_ids=np.array([5.0, 6.0]))]],
+        [[replace(GOOD, token_ids=np.array([[5, 6]]))]],
+        [[replace(GOOD, logprobs=[-1.0, -2.0])]],
+        [[replace(GOOD, logprobs=np.array([-1, np.nan], np.float32))]],
+        [[replace(GOOD, logprobs=np.array([-1, -np.inf], np.float32))]],
+        [[replace(GOOD, logprobs=np.array([-1, 0.5], np.float32))]],
+        [[replace(GOOD, finish_reason="done")]],
         [[GOOD]],  # one is missing
         [3],  # no list
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_the_option(lists: list[Any]) -> None:
     with pytest.raises(UserError, match=r"rollout\.function=f\.py:rollout"):
-        list(checked_stream(yielding(*lists), "f.py:rollout", SAMPLES, context()))
+        list(checked_stream(yielding(*lists), "f.py:rollout", SAMPLES, context(), VOCABULARY))
 
 
 def test_a_function_that_fails_is_one_line() -> None:
@@ -100,8 +112,26 @@ def test_a_function_that_fails_is_one_line() -> None:
         raise ZeroDivisionError("the tool\nfailed")
 
     with pytest.raises(UserError, match="ZeroDivisionError") as refused:
-        list(checked_stream(rollout, "f.py:rollout", SAMPLES, context()))
+        list(checked_stream(rollout, "f.py:rollout", SAMPLES, context(), VOCABULARY))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ends", [SystemExit(0), SystemExit(3), SystemExit("enough")])
+def test_a_function_does_not_end_the_process(ends: BaseException) -> None:
+    def rollout(samples: Any, context: Any) -> Iterator[list[Response]]:
+        yield [GOOD]
+        raise ends
+
+    with pytest.raises(UserError, match="SystemExit"):
+        list(checked_stream(rollout, "f.py:rollout", SAMPLES, context(), VOCABULARY))
+
+
+def test_log_probs_of_written_tokens_are_not_read() -> None:
+    logprobs = np.array([-1, np.nan], np.float32)
+    written = replace(GOOD, loss_mask=MASK, logprobs=logprobs)
+    both = [[written], [turn("p", 5, index=1)]]
+    stream = checked_stream(yielding(*both), "f.py:rollout", SAMPLES, context(), VOCABULARY)
+    assert len(list(stream)) == 2
 
 
 def test_an_engine_that_fails_is_no_fault_of_the_function() -> None:
@@ -110,7 +140,7 @@ def test_an_engine_that_fails_is_no_fault_of_the_function() -> None:
         yield
 
     with pytest.raises(EngineError):
-        list(checked_stream(rollout, "f.py:rollout", SAMPLES, context()))
+        list(checked_stream(rollout, "f.py:rollout", SAMPLES, context(), VOCABULARY))
 
 
 def test_a_function_of_other_arguments_is_refused(tmp_path: Path) -> None:

@@ -253,6 +253,34 @@ def test_a_reason_that_is_none_ends_nothing(reason: Any) -> None:
     assert choice["last"]["confidence_reason"].startswith("unfinished:")
 
 
+def test_a_confidence_of_the_upstreams_is_not_passed_on() -> None:
+    scoring = scoring_with(SCORERS["logistic"], asked_for("completions", 1))
+    chunks = [
+        chunk_of("completions", 0, ["\\boxed{6}"], [-0.1], None),
+        chunk_of("completions", 0, [" x"], [-0.2], "stop"),
+    ]
+    for chunk in chunks:
+        chunk.update(dict.fromkeys(FIELDS, 0.99))
+    events = [b"data: " + json.dumps({"choices": [c]}).encode() + b"\n\n" for c in chunks]
+    out = scored_stream([*events, b"data: [DONE]\n\n"], scoring)
+    assert b"0.99" not in out
+    (choice,) = read_choices(out).values()
+    assert choice["scored"] == 1
+    assert choice["last"]["confidence"] is not None
+
+
+def test_an_error_beside_an_answer_leaves_it_without_a_confidence() -> None:
+    scoring = scoring_with(SCORERS["logistic"], asked_for("completions", 1))
+    chunk = chunk_of("completions", 0, ["\\boxed{6}"], [-0.1], "stop")
+    event = {"choices": [chunk], "error": {"message": "overloaded"}}
+    out = scored_stream([b"data: " + json.dumps(event).encode() + b"\n\n"], scoring)
+    (streamed,) = read_choices(out).values()
+    (whole_one,) = scored_whole(event, scoring)["choices"]
+    for choice in (streamed["last"], whole_one):
+        assert choice["confidence"] is None
+        assert choice["confidence_reason"]
+
+
 def test_an_answer_that_calls_a_tool_has_no_confidence() -> None:
     scoring = scoring_with(SCORERS["logistic"], asked_for("chat", 1))
     first = chunk_of("chat", 0, ["wait"], [-0.1], None)
