@@ -15,8 +15,8 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
+from agent import CLOSES, ERROR, OPENS
 from matplotlib import pyplot
-from rollout import CLOSES, ERROR, OPENS
 
 WINDOW = 10  # steps in a point of the left panel
 LAST = 50  # steps in the right panel

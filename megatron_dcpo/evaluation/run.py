@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -446,6 +447,8 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
         settings["marker"] = judging.marker
     if config.data.thinking != "off":
         settings["thinking"] = config.data.thinking
+    if config.rollout.runs_agents:
+        settings |= _agent_settings(config)
     if reads_rows(judging.verifier):
         settings["verifier"] = as_written(judging.verifier)
         settings["threshold"] = judging.threshold
@@ -457,6 +460,20 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
         settings["sources"] = [_source_settings(source) for source in config.data.sources]
     if config.endpoint.tokenizer:
         settings["tokenizer"] = hub.exact_name(config.endpoint.tokenizer)
+    return settings
+
+
+def _agent_settings(config: EvaluateConfig) -> dict[str, Any]:
+    """Return what decides how agents make the responses. Of a program only the command is known."""
+    rollout = config.rollout
+    settings: dict[str, Any] = {
+        "agent": rollout.agent or rollout.command,
+        "agent_calls": rollout.agent_calls,
+        "asks_confidence": rollout.asks_confidence,
+    }
+    if rollout.agent.partition(":")[0].endswith(".py"):
+        source = Path(rollout.agent.rpartition(":")[0])
+        settings["agent_code"] = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     return settings
 
 

@@ -618,7 +618,9 @@ def _gives_up_a_rollout(plan: Plan) -> bool:
     """Return whether a signal ends a rollout at the next token: an engine of one rank of the
     trainer does so. A server's requests, and an engine of several ranks, go on to their end.
     """
-    if plan.config.rollout.function or plan.engine.kind == "server":
+    rollout = plan.config.rollout
+    is_own = bool(rollout.function) or rollout.runs_agents
+    if is_own or plan.engine.kind == "server":
         return False
     return plan.engine.tensor_model_parallel_size == 1
 

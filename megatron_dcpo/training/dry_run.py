@@ -52,6 +52,8 @@ PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "rollout.top_k": (0,),
         "rollout.max_response_length": (3000,),
         "rollout.function": ("",),
+        "rollout.agent": ("",),
+        "rollout.command": ("",),
         "rollout.filter_groups": ("none",),
         "rollout.max_staleness": (0,),
         "rollout.async_steps": (0,),

@@ -23,6 +23,7 @@ from megatron_dcpo.evaluation.problems import (
     verifier_of,
     with_answers,
 )
+from megatron_dcpo.judging.function_verifier import with_verdicts
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
@@ -44,12 +45,13 @@ def load_sources(
     loaded = []
     for name, source in named_sources(config).items():
         verifier = verifier_of(source, config.judging)
+        keeps_columns = is_users(verifier) or config.rollout.runs_agents
         prompts = load_prompts(
             path_of(source),
             tokenizer,
             _prompt_options(config, source, date),
             task=None if isinstance(config.data.path, str) else name,
-            keep_columns=is_users(verifier) or bool(config.data.order),
+            keep_columns=keeps_columns or bool(config.data.order),
             columns=source.columns,
         )
         prompts = with_answers(verifier, prompts, source.path)
@@ -58,7 +60,7 @@ def load_sources(
         ranks = None
         if config.data.order:
             ranks = curriculum(prompts, config.data.order, source.path)
-            if not reads_rows(verifier):  # only the order has read the columns
+            if not (keeps_columns or reads_rows(verifier)):  # only the order has read the columns
                 prompts = [replace(prompt, row=None) for prompt in prompts]
         loaded.append(
             LoadedSource(
@@ -154,6 +156,7 @@ def build_judge(
         chosen = verifier_of(named[source.name], config.judging)
         verifier, form = find(chosen)
         judge = partial(judge_many, tokens=tokens, marker=config.judging.marker)
+        verifier = with_verdicts(verifier, config.judging)
         judges[source.name] = partial(judge, verifier=verifier, form=form)
     if len(judges) == 1:
         return judges[sources[0].name]
