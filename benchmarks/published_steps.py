@@ -240,13 +240,11 @@ def main() -> None:
     planned, others = read_rows()
     h100 = [row for row in planned if row.machine == "H100"]
     other_machines = [row for row in planned if row.machine != "H100"]
-    rates = Rates()
+    print("as the plan has it")
+    print_rows(h100, lambda row: Rates())
     if arguments.fit:
         rates = fitted(h100)
         print({name: float(f"{getattr(rates, name):.3g}") for name in FITTED})
-    print("fitted to all rows of an H100")
-    print_rows(h100, lambda row: rates)
-    if arguments.fit:
         for left_out in ("setting", "model"):
             print(f"each row predicted without its {left_out}")
             found = {
@@ -255,7 +253,7 @@ def main() -> None:
             }
             print_rows(h100, lambda row, of=found, by=left_out: of[getattr(row, by)])
     print("another machine, by its data sheet; nothing fitted")
-    print_rows(other_machines, lambda row: on_machine(rates, row.machine))
+    print_rows(other_machines, lambda row: on_machine(Rates(), row.machine))
     print(f"not planned: {len(others)} rows")
 
 
