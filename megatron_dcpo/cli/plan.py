@@ -92,6 +92,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="responses judged at a time (default 16)",
     )
     parser.add_argument(
+        "--fastest",
+        action="store_true",
+        help="the fastest layouts that fit, and the options that make them",
+    )
+    parser.add_argument(
         "--reshard",
         action="store_true",
         help="print only the copy plan of a weight synchronization",
@@ -166,6 +171,16 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(lines))
         return 0
     plan = make_plan(config, machine, rates)
+    if args.fastest:
+        from megatron_dcpo.planning.fastest import fastest, fastest_lines
+
+        alternatives = fastest(config, machine, rates)
+        if args.json:
+            found = [{"options": one.options, **as_dict(one.plan)} for one in alternatives]
+            print(json.dumps(found))
+        else:
+            print("\n".join(fastest_lines(alternatives, plan)))
+        return 0 if alternatives else EXIT_DOES_NOT_FIT
     if args.json:
         print(json.dumps(as_dict(plan)))
     else:

@@ -23,10 +23,10 @@ import numpy as np
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.decoding import SPREAD, decoding_costs
+from megatron_dcpo.planning.fastest import layouts
 from megatron_dcpo.planning.machine import GB, Machine, Rates
 from megatron_dcpo.planning.plan import Plan, make_plan
 from megatron_dcpo.planning.traffic import sequence_flops
-from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 
 ALONE = 0.9  # the part of a GPU's memory for an engine that has the GPU to itself
 # The number of simulated steps. The first is not counted, because partial rollouts begin with
@@ -457,24 +457,11 @@ def _colocated(plan: Plan) -> _Named:
 def _other_layouts(config: Config, machine: Machine) -> _Named:
     parallel = config.parallel
     now = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
-        if (tp, pp) == now:
-            continue
-        dropped = ["virtual_pipeline_model_parallel_size"]
-        if pp != parallel.pipeline_model_parallel_size:
-            dropped += UNEVEN_PIPELINE  # written for a certain number of stages
-        megatron = {}
-        for name, value in parallel.megatron.items():
-            if name not in dropped:
-                megatron[name] = value
-        other = replace(
-            parallel,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            sequence_parallel=tp > 1,
-            megatron=megatron,
-        )
-        yield f"TP {tp} x PP {pp}", replace(config, parallel=other), machine
+    for other in layouts(config):
+        tp = other.parallel.tensor_model_parallel_size
+        pp = other.parallel.pipeline_model_parallel_size
+        if (tp, pp) != now:
+            yield f"TP {tp} x PP {pp}", other, machine
 
 
 def waits(scenario: Scenario) -> dict[str, float]:
