@@ -179,6 +179,7 @@ class Host:
                 os.close(other)
             self.orders.close()
             self.results.close()
+            os.dup2(0, 2)  # what a session prints is thrown away
             for stop in _STOPS:
                 signal.signal(stop, signal.SIG_DFL)
             _limit_memory(self.memory)

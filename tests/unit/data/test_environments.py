@@ -21,7 +21,11 @@ from megatron_dcpo.config.sections import JudgingConfig, SourceConfig
 from megatron_dcpo.data import load_benchmark, load_records
 from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
 from megatron_dcpo.data.datasets import message_prompts, task_name
-from megatron_dcpo.data.environments import EnvironmentSpec, parse_environment
+from megatron_dcpo.data.environments import (
+    EnvironmentSpec,
+    check_rollouts,
+    parse_environment,
+)
 from megatron_dcpo.data.gym import gym_path
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
@@ -132,9 +136,6 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"{SUMS}?kind=ends", "SystemExit"),
         (f"{SUMS}?kind=is_killed", "signal 9"),
         (f"{SUMS}?knd=turns", "'knd'"),
-        (f"{SUMS}?kind=turns", "MultiTurnEnv"),
-        (f"{SUMS}?kind=group", "group of environments"),
-        (f"{SUMS}?kind=rollout", "rollout"),
         (f"{SUMS}?kind=judge", "judge=true"),
         (f"{SUMS}?kind=group_reward", "compared"),
         (f"{SUMS}?weights=[1,0.2]", "range=0..1.2"),
@@ -167,6 +168,31 @@ def test_what_cannot_be_used_is_one_line(path: str, named: str) -> None:
     assert named in message
     assert message.startswith(path.partition("?")[0])
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("turns", "Counting"),
+        ("tools", "Adding"),
+        ("group", "group of environments"),
+        ("rollout", "OwnRollout has its own rollout"),
+    ],
+)
+def test_more_than_one_turn_needs_the_environments_own_rollout(kind: str, named: str) -> None:
+    rows = [record.row for record in load_records(f"{SUMS}?kind={kind}")]
+    with pytest.raises(UserError, match=named) as refused:
+        check_rollouts(rows, "", "chat", SUMS)
+    assert "rollout.agent=environment" in str(refused.value)
+    check_rollouts(rows, "environment", "chat", SUMS)
+    with pytest.raises(UserError, match=r"data\.template=paper"):
+        check_rollouts(rows, "environment", "paper", SUMS)
+
+
+def test_one_turn_needs_no_rollout_of_its_own() -> None:
+    rows = [record.row for record in load_records(f"{SUMS}?size=1")]
+    check_rollouts([None, {}, *rows], "", "paper", SUMS)
+    check_rollouts([None, {}, *rows], "my_agent.py:run", "paper", SUMS)
 
 
 @pytest.mark.parametrize(
