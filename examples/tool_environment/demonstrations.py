@@ -35,8 +35,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=64_000)
-    parser.add_argument("--calls", type=float, default=0.4)
+    parser.add_argument("--rows", type=int, default=96_000)
+    parser.add_argument("--calls", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rng = random.Random(args.seed)

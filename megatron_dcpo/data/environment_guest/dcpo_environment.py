@@ -44,7 +44,9 @@ class Environment(Protocol):
     ``more_than_one_turn`` says why the text of one answer is not all that its reward depends on, ""
     if it is. ``rows()`` yields the problems that its description asks for: ``messages``, a list of
     role and content or one text; ``answer``, a text to show; ``input``, all that a rollout or a
-    score needs, as plain values; ``numbers`` by name. ``run(given, base_url, api_key)`` makes the
+    score needs, as plain values; ``numbers`` by name; and ``more_than_one_turn`` if that is not the
+    same for all. ``prepare()`` comes once, before sessions; it raises :class:`Refused` if the
+    environment cannot make rollouts. ``run(given, base_url, api_key)`` makes the
     environment's own rollout on the problem with the input ``given``, by the policy at
     ``base_url``; ``score(given, text)`` takes ``text`` as the one answer. Both return the reward,
     and values to log.
@@ -53,6 +55,8 @@ class Environment(Protocol):
     more_than_one_turn: str
 
     def rows(self) -> Iterator[dict[str, Any]]: ...
+
+    def prepare(self) -> None: ...
 
     async def run(
         self,
@@ -204,6 +208,7 @@ def load_session(text: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     description = json.loads(text)
     _seed()
     environment = open_environment(description)
+    environment.prepare()
 
     def run(order: dict[str, Any]) -> dict[str, Any]:
         problem = order["problem"]
@@ -234,7 +239,7 @@ def print_rows() -> None:
     try:
         environment = open_environment(description)
         for row in environment.rows():
-            row["more_than_one_turn"] = environment.more_than_one_turn
+            row.setdefault("more_than_one_turn", environment.more_than_one_turn)
             out.write(json.dumps(row, default=_as_json) + "\n")
         out.flush()
     except Refused as refused:

@@ -176,6 +176,9 @@ class ClassicEnvironment:
                 "numbers": {**numbers, **plain_numbers(row)},
             }
 
+    def prepare(self) -> None:
+        _nobody()  # a first client imports much
+
     async def run(
         self,
         given: Any,  # noqa: ANN401 - a row of its dataset
