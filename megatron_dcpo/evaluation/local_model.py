@@ -81,13 +81,13 @@ def sample_model(
             thinking=config.data.thinking,
             date=date,
         )
-        options = options_of(
+        agents = options_of(
             config.rollout,
             sequence_tokens=longest + config.max_tokens,
             marker=config.judging.marker,
             prompts=prompts,
         )
-        stream = _agents(config, engine, chat, options)
+        stream = _agents(config, engine, chat, agents)
     return Responder(
         model_name(config), tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
     )

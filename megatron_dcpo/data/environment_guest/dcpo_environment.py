@@ -348,7 +348,10 @@ def text_messages(messages: Any) -> Any:  # noqa: ANN401 - as an environment has
         role = "system" if role == "developer" else role
         if values.get("tool_calls") or role not in ("system", "user", "assistant"):
             what = "calls of tools" if values.get("tool_calls") else f"a {role} message"
-            raise Refused(f"its prompts hold {what}; only environments without tools are supported")
+            raise Refused(
+                f"its prompts hold {what}; only text of the system, the user and the assistant is "
+                "supported there"
+            )
         plain.append({"role": role, "content": _text(values["content"])})
     return plain
 

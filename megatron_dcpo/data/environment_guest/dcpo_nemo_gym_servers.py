@@ -1,5 +1,5 @@
-"""The servers of NeMo Gym in one process: an agent asks the others by their names, as over HTTP, but
-nothing listens on a port.
+"""The servers of NeMo Gym in one process: an agent asks the others by their names, as over HTTP,
+but nothing listens on a port.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import verifiers
-from tests.helpers.environments import LETTERS, use_stand_ins
+from tests.helpers.environments import COUNTS, LETTERS, use_stand_ins
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.processes import left_after
 
@@ -155,7 +155,6 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"nemo_gym:letters?data={LETTERS}&mode=1", "'mode'"),
         (f"nemo_gym:letters?data={LETTERS}&part_of_reward=much", "part_of_reward"),
         (f"nemo_gym:numbers?data={LETTERS}", "resources_servers.numbers"),
-        (f"nemo_gym:session?data={LETTERS}", "SessionServer"),
         (f"nemo_gym:referring?data={LETTERS}", "label=..."),
         (f"nemo_gym:judged?data={LETTERS}", "judge=http://HOST:PORT"),
         (f"nemo_gym:judged?data={LETTERS}&judge=yes", "judge=yes"),
@@ -189,6 +188,12 @@ def test_more_than_one_turn_needs_the_environments_own_rollout(kind: str, named:
         check_rollouts(rows, "environment", "paper", SUMS)
 
 
+def test_servers_of_nemo_gym_with_sessions_and_tools() -> None:
+    rows = [record.row for record in load_records(f"nemo_gym:session?data={COUNTS}")]
+    with pytest.raises(UserError, match="SessionServer prepares a session"):
+        check_rollouts(rows, "", "chat", "nemo_gym:session")
+
+
 def test_one_turn_needs_no_rollout_of_its_own() -> None:
     rows = [record.row for record in load_records(f"{SUMS}?size=1")]
     check_rollouts([None, {}, *rows], "", "paper", SUMS)
@@ -200,7 +205,7 @@ def test_one_turn_needs_no_rollout_of_its_own() -> None:
     [
         ("no JSON", "problem 2"),
         ("[]", "problem 2"),
-        ('{"responses_create_params": {"input": [{"type": "function_call"}]}}', "tools"),
+        ('{"responses_create_params": {"input": [{"type": "function_call"}]}}', "function_call"),
     ],
 )
 def test_a_file_of_problems_that_cannot_be_read(line: str, named: str, tmp_path: Path) -> None:

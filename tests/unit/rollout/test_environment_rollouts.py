@@ -6,6 +6,7 @@ Python with the real verifiers for the last test.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.agents import AgentRollout, options_of
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
-from tests.helpers.environments import use_stand_ins
+from tests.helpers.environments import COUNTS, LETTERS, use_stand_ins
 
 SUMS = "verifiers:sums-env"
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 3}}</tool_call>'
@@ -209,6 +210,71 @@ def test_an_environment_that_has_gone_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert "\n" not in str(refused.value)
 
 
+# ---------------------------------------------------------------------------------------- NeMo Gym
+def test_an_agent_of_nemo_gym_asks_its_servers_and_the_policy() -> None:
+    """Tools, a session that is seeded, and the reward of verify; one that the agent gives up."""
+
+    def answer(text: str) -> str:
+        if "<tool_response>" in text:
+            return "Done.\n<conf> Confidence: 0.9"
+        count = last_of(text).removeprefix("Add ").removesuffix(".")
+        return f'<tool_call>{{"name": "add", "arguments": {{"count": {count}}}}}</tool_call>'
+
+    with rollout(f"nemo_gym:session?data={COUNTS}", answer) as (made, prompts):
+        got = sampled(made, prompts, times=3)
+    verdicts = [got[f"session/{number}", index].verdict for number in (0, 1) for index in range(3)]
+    assert verdicts == [{"score": 0.0}] * 3 + [{"score": 1.0}] * 3
+    right = got["session/1", 0]
+    assert right.counted is not None
+    assert right.counted["agent_calls"] == 2
+    assert '{"count":12}' in text_of(made, right, is_sampled=False)
+    assert "0.9" in text_of(made, right, is_sampled=True)
+    assert "no time" in str(got["session/2", 0].failure)
+
+
+def test_a_server_without_an_agent_makes_no_rollouts() -> None:
+    with (
+        pytest.raises(UserError, match="has 0 agents"),
+        rollout(f"nemo_gym:letters?data={LETTERS}", lambda text: ""),
+    ):
+        pass
+
+
+def test_a_taskset_makes_no_rollouts() -> None:
+    with (
+        pytest.raises(UserError, match="it is a taskset"),
+        rollout("verifiers:tasks_env?size=1&range=-1..2", lambda text: ""),
+    ):
+        pass
+
+
+@pytest.mark.full
+def test_the_real_nemo_gym() -> None:
+    """Its example of a server that keeps a session, by its own agent."""
+    python = os.environ.get("DCPO_NEMO_GYM_PYTHON")
+    if not python:
+        pytest.skip("DCPO_NEMO_GYM_PYTHON names no Python with NeMo Gym")
+    path = f"nemo_gym:example_session_state_mgmt?python={python}"
+    with pytest.raises(UserError, match=r"example\.jsonl") as refused:
+        load_records(path)
+
+    def answer(text: str) -> str:
+        added = re.findall(r"add (\d+)", last_of(text.partition("<tool_response>")[0]))
+        counts = [f'{{"name": "increment_counter", "arguments": {{"count": {n}}}}}' for n in added]
+        calls = [*counts, '{"name": "get_counter_value", "arguments": {}}']
+        done = text.count("<tool_response>\n")
+        return f"<tool_call>{calls[done]}</tool_call>" if done < len(calls) else "Done."
+
+    path += f"&data={str(refused.value).rpartition(' ')[2]}"
+    with rollout(path, answer, agent_memory_mb=4096, agent_seconds=60.0) as (made, prompts):
+        got = sampled(made, prompts[:3], times=2)
+    for one in got.values():
+        assert one.verdict == {"score": 1.0}
+        assert one.counted is not None
+        assert (one.counted["agent_calls"], one.counted["segments"]) == (4, 1)
+
+
+# --------------------------------------------------------------------------------------- verifiers
 REAL = """
 import time
 import verifiers as vf
