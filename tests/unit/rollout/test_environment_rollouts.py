@@ -259,7 +259,7 @@ def test_the_real_nemo_gym() -> None:
         load_records(path)
 
     def answer(text: str) -> str:
-        added = re.findall(r"add (\d+)", last_of(text.partition("<tool_response>")[0]))
+        added = re.findall(r"\badd (\d+)", text)
         counts = [f'{{"name": "increment_counter", "arguments": {{"count": {n}}}}}' for n in added]
         calls = [*counts, '{"name": "get_counter_value", "arguments": {}}']
         done = text.count("<tool_response>\n")
