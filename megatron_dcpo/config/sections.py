@@ -213,7 +213,8 @@ class RolloutConfig:
     """
     agent: str = ""
     """Function of yours that is an agent, my_agent.py:run: it gets a problem and an OpenAI client
-    of the policy, and may give a verdict (docs/agents.md).
+    of the policy, and may give a verdict (docs/agents.md); or environment: those of data.path make
+    their own rollouts, of several turns and with tools (docs/environments.md).
     """
     command: str = ""
     """Program that is an agent: it finds the policy at OPENAI_BASE_URL and the problem on its

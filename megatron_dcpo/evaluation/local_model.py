@@ -21,7 +21,7 @@ from megatron_dcpo.evaluation.samples import Sample, date_of
 from megatron_dcpo.evaluation.states import keep_states
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.agents import AgentRollout, options_of
+from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.engine import Engine, check_sampled_model, choose_engine
 from megatron_dcpo.rollout.sampling import Samples
@@ -57,10 +57,8 @@ def sample_model(
     check_thinking(config.data.thinking, tokens.thinking, path)
     check_vocabulary(path, tokens, vocab_size)
     render = partial(as_token_ids, config, tokenizer, date)
-    longest = 0
-    for one in problems:
-        for prompt in render(one):
-            longest = max(longest, len(prompt.token_ids))
+    prompts = [prompt for one in problems for prompt in render(one)]
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     on_gpu = capabilities().separate_memory
     many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
     options = VllmOptions(
@@ -83,19 +81,24 @@ def sample_model(
             thinking=config.data.thinking,
             date=date,
         )
-        stream = _agents(config, engine, chat, longest + config.max_tokens)
+        agents = options_of(
+            config.rollout,
+            sequence_tokens=longest + config.max_tokens,
+            marker=config.judging.marker,
+            prompts=prompts,
+        )
+        stream = _agents(config, engine, chat, agents)
     return Responder(
         model_name(config), tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
     )
 
 
 def _agents(
-    config: EvaluateConfig, engine: Engine, chat: ChatTokens, sequence_tokens: int
+    config: EvaluateConfig, engine: Engine, chat: ChatTokens, options: AgentOptions
 ) -> Stream:
     """Return what runs the agents of an evaluation. A session that fails is a problem that was
     refused: the same command tries it again.
     """
-    options = options_of(config.rollout, sequence_tokens, config.judging.marker)
     agents = AgentRollout(engine, chat, options, model_name(config))
     atexit.register(agents.close)
 

@@ -17,7 +17,7 @@ from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data import BENCHMARKS
 from megatron_dcpo.data.benchmarks import parse_specs, path_in
-from megatron_dcpo.data.environments import COLUMN, is_environment
+from megatron_dcpo.data.environments import COLUMN, check_rollouts, is_environment
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
@@ -358,7 +358,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         )
     find_template(config.data.template)
     _check_verifier_is_used(config)
-    return load_problems(
+    loaded = load_problems(
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
@@ -369,6 +369,11 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
             columns=config.data.columns,
         ),
     )
+    for one in loaded:
+        template = one.template or config.data.template
+        rows = [record.row for record in one.benchmark.records]
+        check_rollouts(rows, config.rollout.agent, template, one.benchmark.source)
+    return loaded
 
 
 def _check_verifier_is_used(config: EvaluateConfig) -> None:

@@ -1,5 +1,6 @@
-"""Agents and commands make the responses: each runs as its author wrote it, in a process of its
-own, with the policy as its OpenAI endpoint (:mod:`megatron_dcpo.rollout.door`).
+"""Agents, commands and environments of others make the responses: each runs as its author wrote it,
+in a process of its own, with the policy as its OpenAI endpoint
+(:mod:`megatron_dcpo.rollout.door`).
 
 A session that fails is no response, and never a wrong one: its :attr:`Response.failure` says why,
 and it is left out of its group. One whose agent ends after a call was refused because its budget is
@@ -8,12 +9,12 @@ used up is truncated.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
 import queue
-import shlex
 import subprocess
 import sys
 import threading
@@ -21,8 +22,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_dcpo.data.environments import (
+    GUEST,
+    RUNS_FILE,
+    environment_of,
+    parse_environment,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.function_verifier import checked_result
 from megatron_dcpo.rollout.arrivals import Arrivals, Call
@@ -30,22 +38,23 @@ from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.door import Door
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, sample_seed
-from megatron_dcpo.rollout.sessions import Planned, Session, SessionLimits, failed
+from megatron_dcpo.rollout.sessions import AskedCall, Planned, Session, SessionLimits, failed
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import printable
-from megatron_dcpo.types import HASH_SEED, Prompt, Response, ResponseKey
+from megatron_dcpo.types import HASH_SEED, OWN_ROLLOUT, Prompt, Response, ResponseKey
 
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
-_MODULE = "megatron_dcpo.rollout.agent_host"
+_HOST = Path(__file__).with_name("agent_host.py")
+_WORK = "megatron_dcpo.rollout.agent_work"
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What runs, a function by import path (``agent``) or a ``command``, and its limits.
-    ``sequence_tokens`` is the longest sequence that the engine takes; ``marker`` opens a
-    confidence, for which the policy is asked if ``asks_confidence``.
+    """What runs, a function by import path (``agent``), a ``command``, or the ``environments`` at
+    these paths, and its limits. ``sequence_tokens`` is the longest sequence that the engine takes;
+    ``marker`` opens a confidence, for which the policy is asked if ``asks_confidence``.
     """
 
     agent: str
@@ -57,6 +66,7 @@ class AgentOptions:
     sequence_tokens: int
     marker: str
     asks_confidence: bool
+    environments: tuple[str, ...] = ()
 
     @property
     def option(self) -> str:
@@ -85,8 +95,23 @@ class AgentLimits(Protocol):
     def asks_confidence(self) -> bool: ...
 
 
-def options_of(rollout: AgentLimits, sequence_tokens: int, marker: str) -> AgentOptions:
-    """Return the options of the section ``rollout`` of a configuration."""
+def options_of(
+    rollout: AgentLimits, sequence_tokens: int, marker: str, prompts: Iterable[Prompt]
+) -> AgentOptions:
+    """Return the options of the section ``rollout`` of a configuration, for these ``prompts``.
+    Raises :class:`UserError` if environments are to make the responses, and no prompt is of one.
+    """
+    environments: dict[str, None] = {}  # in their order
+    if rollout.agent == OWN_ROLLOUT:
+        for prompt in prompts:
+            path = environment_of(prompt.row)
+            if path:
+                environments[path] = None
+        if not environments:
+            raise UserError(
+                f"rollout.agent={OWN_ROLLOUT}: no problem is of an environment (verifiers:ENV or "
+                "nemo_gym:SERVER), so nothing would run; remove it"
+            )
     return AgentOptions(
         agent=rollout.agent,
         command=rollout.command,
@@ -97,6 +122,7 @@ def options_of(rollout: AgentLimits, sequence_tokens: int, marker: str) -> Agent
         sequence_tokens=sequence_tokens,
         marker=marker,
         asks_confidence=rollout.asks_confidence,
+        environments=tuple(environments),
     )
 
 
@@ -109,14 +135,24 @@ class AgentRollout:
         self.engine = engine
         self.chat = chat
         self.options = options
-        self.host = AgentHost(options)
+        self.hosts: dict[str, AgentHost] = {}
+        try:
+            for path, program in programs_of(options).items():
+                self.hosts[path] = AgentHost(program, options.seconds, options.memory_mb)
+        except BaseException:
+            self._close_hosts()
+            raise
         self.door = Door(chat, model)
         self._warned = False
 
     def close(self) -> None:
         """End the processes and the endpoint."""
-        self.host.close()
+        self._close_hosts()
         self.door.close()
+
+    def _close_hosts(self) -> None:
+        for host in self.hosts.values():
+            host.close()
 
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0
@@ -126,7 +162,8 @@ class AgentRollout:
         """
         arrivals = Arrivals()
         sessions = _Sessions(self, arrivals, samples, sampling, step)
-        self.host.woken = arrivals.wake
+        for host in self.hosts.values():
+            host.woken = arrivals.wake
         self.door.arrivals = arrivals
         try:
             sessions.start()
@@ -140,6 +177,15 @@ class AgentRollout:
         finally:
             self.door.arrivals = None
             sessions.give_up()
+
+    def host_of(self, prompt: Prompt) -> AgentHost | None:
+        """Return what starts the session of a problem: the host of its environment, or of the
+        agent. None if environments make the responses and the problem is of none: then the policy
+        is asked once.
+        """
+        if self.options.agent == OWN_ROLLOUT:
+            return self.hosts.get(environment_of(prompt.row))
+        return self.hosts[""]
 
     def warn(self, key: ResponseKey, why: str) -> None:
         """Log the first session of a run that fails; the others are counted."""
@@ -157,11 +203,14 @@ class AgentRollout:
 
 @dataclass(eq=False)
 class _Live:
-    """A session under way: its agent's process until the policy is asked for its confidence."""
+    """A session under way: its agent's process until the policy is asked for its confidence.
+    ``number`` is that of the process at its ``host``; without one, ``planned`` is its one call.
+    """
 
     session: Session
     door_key: str
-    number: int
+    host: AgentHost | None = None
+    number: int = 0
     verdict: Mapping[str, Any] | None = None
     planned: Planned | None = None
 
@@ -184,16 +233,18 @@ class _Sessions:
         self.step = step
         self.waiting = deque(samples)
         self.agents: dict[int, _Live] = {}  # by the numbers of their processes
+        self.plain: dict[str, _Live] = {}  # without a process, by the names of their calls
         self.asked: dict[str, _Live] = {}  # for their confidence, by the names of the calls
 
     @property
     def are_over(self) -> bool:
-        return not (self.waiting or self.agents or self.asked)
+        return not (self.waiting or self.agents or self.plain or self.asked)
 
     def start(self) -> None:
-        """Start agents, as many as run at once."""
-        while self.waiting and len(self.agents) < self.options.at_once:
+        """Start sessions, as many as run at once."""
+        while self.waiting and len(self.agents) + len(self.plain) < self.options.at_once:
             prompt, index = self.waiting.popleft()
+            host = self.rollout.host_of(prompt)
             session = Session(
                 prompt=prompt,
                 index=index,
@@ -203,14 +254,30 @@ class _Sessions:
                     sequence_tokens=self.options.sequence_tokens,
                     calls=self.options.calls,
                 ),
+                hides=self.options.marker if self.options.agent == OWN_ROLLOUT else "",
             )
-            key = self.rollout.door.open(session)
-            number = self.rollout.host.start(
+            live = _Live(session, self.rollout.door.open(session), host)
+            if host is None:
+                self._ask_once(live)
+                continue
+            live.number = host.start(
                 problem=self._problem(prompt, index),
-                base_url=f"{self.rollout.door.url}/s/{key}/v1",
-                api_key=key,
+                base_url=f"{self.rollout.door.url}/s/{live.door_key}/v1",
+                api_key=live.door_key,
             )
-            self.agents[number] = _Live(session=session, door_key=key, number=number)
+            self.agents[live.number] = live
+
+    def _ask_once(self, live: _Live) -> None:
+        """Put the problem to the policy as it stands: the session's only call."""
+        session = live.session
+        live.planned = session.plan(AskedCall(token_ids=session.prompt.token_ids))
+        self.plain[live.planned.names[0]] = live
+        self._put(live.planned, session)
+
+    def _put(self, planned: Planned, session: Session) -> None:
+        (name,) = planned.names
+        prompt = replace(session.prompt, prompt_id=name, token_ids=planned.prompt_ids)
+        self.arrivals.put(Call(prompt, session.index, planned.max_tokens))
 
     def advance(self, responses: Iterable[Response]) -> list[Response]:
         """Take what the engine and the agents have said; return the responses of sessions that are
@@ -219,6 +286,12 @@ class _Sessions:
         finished = []
         for_door = []
         for response in responses:
+            live = self.plain.pop(response.prompt_id, None)
+            if live is not None:
+                assert live.planned is not None
+                live.session.commit(live.planned, [response])
+                finished += self._ended(live, {})
+                continue
             live = self.asked.pop(response.prompt_id, None)
             if live is None:
                 for_door.append(response)
@@ -228,19 +301,22 @@ class _Sessions:
             finished.append(live.session.response(live.verdict))
         if for_door:
             self.rollout.door.deliver(for_door)
-        for number, outcome in self.rollout.host.outcomes():
-            live = self.agents.pop(number, None)
-            if live is not None:  # not of an earlier rollout
-                finished += self._ended(live, outcome)
+        for host in self.rollout.hosts.values():
+            for number, outcome in host.outcomes():
+                live = self.agents.pop(number, None)
+                if live is not None:  # not of an earlier rollout
+                    finished += self._ended(live, outcome)
         self.start()
         return finished
 
     def give_up(self) -> None:
         """End what is under way."""
-        for number, live in self.agents.items():
-            self.rollout.host.kill(number)
+        for live in (*self.agents.values(), *self.plain.values()):
+            if live.host is not None:
+                live.host.kill(live.number)
             self.rollout.door.seal(live.door_key)
         self.agents.clear()
+        self.plain.clear()
 
     def _ended(self, live: _Live, outcome: Mapping[str, Any]) -> list[Response]:
         """Return the response of a session whose agent has ended; nothing while the policy is
@@ -258,14 +334,13 @@ class _Sessions:
             version = self.rollout.engine.weights_version
             return [failed(session.prompt, session.index, why, version, self.step)]
         live.verdict = verdict
+        live.planned = None
         if self.options.asks_confidence:
             live.planned = session.ask_confidence(self.options.marker)
         if live.planned is None:
             return [session.response(verdict)]
-        (name,) = live.planned.names
-        self.asked[name] = live
-        prompt = replace(session.prompt, prompt_id=name, token_ids=live.planned.prompt_ids)
-        self.arrivals.put(Call(prompt, session.index, live.planned.max_tokens))
+        self.asked[live.planned.names[0]] = live
+        self._put(live.planned, session)
         return []
 
     def _problem(self, prompt: Prompt, index: int) -> dict[str, Any]:
@@ -296,14 +371,51 @@ def verdict_of(outcome: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | Non
     return (why, None) if why is not None else ("", verdict)
 
 
+@dataclass(frozen=True)
+class HostProgram:
+    """The words that start ``agent_host.py`` without its limits, and ``load`` with its arguments:
+    what its sessions run. ``name`` is that of what runs, for messages; ``search_path`` is its
+    PYTHONPATH, None for that of this process.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    load: tuple[str, ...]
+    search_path: str | None = None
+
+
+def programs_of(options: AgentOptions) -> dict[str, HostProgram]:
+    """Return what starts the sessions: of environments by their paths, of an agent by ""."""
+    if options.agent == OWN_ROLLOUT:
+        return {path: _environment_program(path) for path in options.environments}
+    load = (f"{_WORK}:load_command", options.command)
+    if options.agent:
+        load = (f"{_WORK}:load_agent", options.agent)
+    words = (sys.executable, "-m", f"{__package__}.{_HOST.stem}")
+    return {"": HostProgram(options.option, words, load)}
+
+
+def _environment_program(path: str) -> HostProgram:
+    spec = parse_environment(path)
+    return HostProgram(
+        name=path.partition("?")[0],
+        words=(spec.python, "-c", RUNS_FILE, str(GUEST), str(_HOST)),
+        load=("dcpo_environment:load_session", spec.described()),
+        search_path=spec.search_path,
+    )
+
+
+_NUMBERS = itertools.count(1)  # of sessions' processes, of all hosts
+
+
 class AgentHost:
     """The process that starts agents (``agent_host.py``); it is started again if it ends."""
 
-    def __init__(self, options: AgentOptions) -> None:
-        self.options = options
+    def __init__(self, program: HostProgram, seconds: float, memory_mb: int) -> None:
+        self.program = program
+        self.limits = ("--seconds", f"{seconds}", "--memory", f"{memory_mb << 20}")
         self.woken: Callable[[], None] = lambda: None
         self._outcomes: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        self._number = 0
         self._live: set[int] = set()
         self._lock = threading.Lock()
         self._process = self._started()
@@ -312,13 +424,11 @@ class AgentHost:
         """Start an agent; return the number under which its outcome comes."""
         if self._process.poll() is not None:
             self._process = self._started()
-        self._number += 1
+        number = next(_NUMBERS)
         with self._lock:
-            self._live.add(self._number)
-        self._say(
-            {"id": self._number, "problem": problem, "base_url": base_url, "api_key": api_key}
-        )
-        return self._number
+            self._live.add(number)
+        self._say({"id": number, "problem": problem, "base_url": base_url, "api_key": api_key})
+        return number
 
     def kill(self, number: int) -> None:
         """End an agent."""
@@ -346,18 +456,22 @@ class AgentHost:
         """Return a process that is ready. Raises :class:`UserError` if the agent cannot be
         loaded.
         """
-        options = self.options
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", _MODULE),
-                *("--seconds", f"{options.seconds}", "--memory", f"{options.memory_mb << 20}"),
-                *("--agent", options.agent, "--command", json.dumps(shlex.split(options.command))),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            preexec_fn=signals.as_child(),
-        )
+        program = self.program
+        environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
+        if program.search_path is not None:
+            environment["PYTHONPATH"] = program.search_path
+        try:
+            process = subprocess.Popen(
+                [*program.words, *self.limits, "--", *program.load],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                preexec_fn=signals.as_child(),
+            )
+        except OSError as error:
+            raise UserError(
+                f"{program.name}: {program.words[0]} cannot be run ({error.strerror})"
+            ) from None
         timer = threading.Timer(_START_SECONDS, process.kill)
         timer.start()
         assert process.stdout is not None
@@ -368,9 +482,9 @@ class AgentHost:
             process.kill()
             process.wait()
             why = said.get("error", "its process ended while it started")
-            if options.option in why:
+            if program.name in why:
                 raise UserError(why)
-            raise UserError(f"{options.option}: {why}")
+            raise UserError(f"{program.name}: {why}")
         threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
         return process
 
@@ -394,10 +508,6 @@ class AgentHost:
         with suppress(OSError):  # it has ended: its sessions are lost
             self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
             self._process.stdin.flush()
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONHASHSEED": HASH_SEED}
 
 
 def check_error_rate(failures: int, sessions: int, largest: float, what: str) -> None:

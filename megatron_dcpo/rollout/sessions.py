@@ -129,13 +129,15 @@ class Turn:
 @dataclass
 class Session:
     """What an agent says and is told about ``prompt``, as response ``index``. ``chat`` encodes it;
-    ``served`` are the answered calls, in their order.
+    ``turns`` are the answered calls, in their order. An answer is told up to the text ``hides``:
+    an environment gets no confidence to see.
     """
 
     prompt: Prompt
     index: int
     chat: ChatTokens
     limits: SessionLimits
+    hides: str = ""
     turns: list[Turn] = field(default_factory=list)
     is_sealed: bool = False
     calls: int = 0
@@ -322,8 +324,10 @@ class Session:
         return CallRefused(
             400,
             "context_length_exceeded",
-            f"this session has no tokens left: {self.limits.response_tokens} behind its first "
-            f"prompt (rollout.max_response_length), {self.limits.sequence_tokens} in all",
+            # verifiers looks for the words "context length"
+            f"this session has no tokens left: its context length is "
+            f"{self.limits.response_tokens} behind its first prompt "
+            f"(rollout.max_response_length), {self.limits.sequence_tokens} in all",
         )
 
     def _name_of(self, prompt_ids: Sequence[int]) -> str:
@@ -339,7 +343,9 @@ class Session:
         sampled = response.token_ids
         ended = self.chat.has_ended(sampled)
         whole = self.chat.bytes_of(sampled[: len(sampled) - ended])
-        at = stop_in(whole, asked.stop)
+        stops_at = stop_in(whole, asked.stop)
+        at = stop_in(whole[:stops_at], (self.hides,) if self.hides else ())
+        at = stops_at if at is None else at
         tokens = len(sampled) - ended
         if at is not None:
             tokens = self._tokens_within(sampled[:tokens], at)
@@ -365,7 +371,7 @@ class Session:
             name=name,
             sampled=sampled,
             logprobs=response.logprobs,
-            finish_reason="stop" if at is not None or ended else response.finish_reason,
+            finish_reason="stop" if stops_at is not None or ended else response.finish_reason,
             weights_version=response.weights_version,
             step=response.step,
             answer_tokens=tokens,

@@ -487,10 +487,14 @@ def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> AgentRollou
         thinking=config.data.thinking,
         date=date_of(config),
     )
+    prompts = [prompt for source in inputs.sources for prompt in source.prompts]
+    if inputs.held_out is not None:
+        prompts += inputs.held_out.prompts.values()
     options = options_of(
         rollout,
         sequence_tokens=longest_sequence(config, inputs.held_out),
         marker=config.judging.marker,
+        prompts=prompts,
     )
     return AgentRollout(engine, chat, options, model=hub.name_of(config.model.path))
 

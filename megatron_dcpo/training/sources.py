@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
+from megatron_dcpo.data.environments import check_rollouts
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import (
@@ -54,6 +55,9 @@ def load_sources(
             keep_columns=keeps_columns or bool(config.data.order),
             columns=source.columns,
         )
+        template = source.template or config.data.template
+        rows = [prompt.row for prompt in prompts]
+        check_rollouts(rows, config.rollout.agent, template, source.path)
         prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)
         check_answers(verifier, prompts, source.path)

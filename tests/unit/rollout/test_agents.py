@@ -276,10 +276,10 @@ def test_an_agent_that_cannot_be_loaded_ends_the_run_at_its_start(
 
 def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
     with rollout(agent=write(tmp_path, AGENT)) as made:
-        made.host._process.kill()
-        made.host._process.wait()
+        made.hosts[""]._process.kill()
+        made.hosts[""]._process.wait()
         assert len(sampled(made, "scores", times=2)) == 2
-        started = made.host._process.pid
+        started = made.hosts[""]._process.pid
 
         def late() -> None:
             time.sleep(0.5)
