@@ -1,6 +1,5 @@
-"""Draw what a policy has learned about the tool of its environment, as the calculator's picture.
-
-python examples/tool_environment/draw.py runs/tool_environment/dcpo   # calculator.png there
+"""Draw what a policy has learned about the tool of its environment, as the calculator's picture:
+``python examples/tool_environment/draw.py RUN`` leaves RUN/calculator.png.
 """
 
 from __future__ import annotations

@@ -154,20 +154,20 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.simulate:
         from megatron_dcpo.planning.simulate import (
-            Environment,
+            Assumptions,
             read_lengths,
             scenario_facts,
             scenario_lines,
             scenarios,
         )
 
-        environment = Environment(args.judge_seconds, args.judges_per_node)
+        assumed = Assumptions(args.judge_seconds, args.judges_per_node)
         lengths = read_lengths(args.lengths) if args.lengths else ()
-        simulated = scenarios(config, machine, rates, environment, lengths)
+        simulated = scenarios(config, machine, rates, assumed, lengths)
         if args.json:
             print(json.dumps(scenario_facts(simulated)))
         else:
-            lines = scenario_lines(simulated, rates, environment, args.lengths)
+            lines = scenario_lines(simulated, rates, assumed, args.lengths)
             print("\n".join(lines))
         return 0
     plan = make_plan(config, machine, rates)

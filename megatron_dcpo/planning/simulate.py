@@ -59,7 +59,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Environment:
+class Assumptions:
     """Assumptions that are neither in the configuration nor in the planner's rates."""
 
     judge_seconds: float = 0.05
@@ -255,7 +255,7 @@ def one_step_off(steps: Sequence[Step]) -> list[Step]:
     return overlapped
 
 
-def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
+def costs_of(plan: Plan, assumed: Assumptions, times: int = 1) -> Costs:
     """Return the planner's rates as costs, with ``times`` as many GPUs for the rollout alone."""
     engine = plan.engine
     rates = plan.rates
@@ -272,7 +272,7 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
     save = 0.0
     if interval:
         saved_gb = max(stage.saved for stage in plan.stages) / GB
-        save = saved_gb / environment.copy_gbps / interval
+        save = saved_gb / assumed.copy_gbps / interval
     return Costs(
         engines=times * (plan.machine.engine_gpus or gpus) // size,
         slots=max(1, engine.concurrent),
@@ -281,8 +281,8 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
         kv=decoding.kv,
         prompt=one_prompt / per_second / plan.config.rollout.group_size,
         prompt_tokens=prompt,
-        judge=environment.judge_seconds,
-        judges=environment.judges_per_node * -(-gpus // rates.gpus_per_node),
+        judge=assumed.judge_seconds,
+        judges=assumed.judges_per_node * -(-gpus // rates.gpus_per_node),
         train=seconds.data_parallel,
         train_token=training / plan.work.tokens,
         transfer=seconds.resharding + seconds.changeover,
@@ -347,7 +347,7 @@ def scenarios(
     config: Config,
     machine: Machine,
     rates: Rates,
-    environment: Environment,
+    assumed: Assumptions,
     lengths: Sequence[int] = (),
 ) -> list[Scenario]:
     """Simulate the run as configured, with partial rollouts, with twice the GPUs for the rollout,
@@ -371,9 +371,9 @@ def scenarios(
         return _run(
             name=name,
             plan=plan,
-            costs=costs_of(plan, environment, times),
+            costs=costs_of(plan, assumed, times),
             draw=length_stream(
-                lengths=lengths, mean=machine.response_tokens, most=most, seed=environment.seed
+                lengths=lengths, mean=machine.response_tokens, most=most, seed=assumed.seed
             ),
             partial=partial,
         )
@@ -507,7 +507,7 @@ def scenario_facts(simulated: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 def scenario_lines(
-    simulated: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None
+    simulated: Sequence[Scenario], rates: Rates, assumed: Assumptions, lengths: str | None
 ) -> list[str]:
     """Return a table of the scenarios, the waits of the first one and of those one step off, and
     the assumptions.
@@ -531,9 +531,9 @@ def scenario_lines(
     lines.append(
         f"Assumed: {drawn}, mean {mean:.0f} tokens; {costs.engines} engines of {costs.slots} "
         f"sequences, responses dealt in turn; {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%} and "
-        f"{rates.hbm_gbps:g} GB/s per GPU; {environment.judge_seconds:g} s per verdict, "
+        f"{rates.hbm_gbps:g} GB/s per GPU; {assumed.judge_seconds:g} s per verdict, "
         f"{costs.judges} at a time, while the rest is generated; checkpoints block for a copy at "
-        f"{environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, except "
+        f"{assumed.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, except "
         f"for a server's and one step off (trainers + engines, with {ALONE:.0%} of their memory), "
         "which get all weights by NCCL; partial rollouts carry over unfinished responses, however "
         "old."

@@ -1,4 +1,4 @@
-"""The fastest layouts that fit: they fit, they are what their options make, and they are in order."""
+"""The fastest layouts that fit: in order, and what their options make."""
 
 from __future__ import annotations
 
