@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _described(config: SupervisedConfig) -> dict[str, Any]:
     """Return what a run would train on."""
-    from megatron_dcpo.rollout import load_tokenizer
+    from megatron_dcpo.training.dry_run import describe_weights
     from megatron_dcpo.training.provenance import check_run_dir, with_model_here
-    from megatron_dcpo.training.supervised import read_inputs, with_steps
+    from megatron_dcpo.training.supervised import read_inputs, read_model, with_steps
 
     config = with_model_here(config, weights=False)
     inputs = read_inputs(config)
@@ -57,8 +57,9 @@ def _described(config: SupervisedConfig) -> dict[str, Any]:
     lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
     check_run_dir(config.run_dir, config.training.resume)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer, arch = read_model(config)
     return {
+        "model": f"{arch.name}{describe_weights(config.model.path, arch)}",
         "demonstrations": len(lengths),
         "held_out": len(inputs.held_out),
         "steps": steps,

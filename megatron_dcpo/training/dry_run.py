@@ -148,7 +148,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     facts["model"] += f": {arch.name}, {number_of_parameters(arch):,} parameters"
     if absent:
         return facts
-    facts["model"] += _describe_weights(path, arch)
+    facts["model"] += describe_weights(path, arch)
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
@@ -179,7 +179,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     return facts
 
 
-def _describe_weights(path: str, arch: Architecture) -> str:
+def describe_weights(path: str, arch: Architecture) -> str:
     """Return what is known of the weights, which a model of the hub may not have here yet."""
     commit = hub.commit_of(path)
     if commit:
