@@ -57,6 +57,34 @@ def test_a_method_is_compared_on_the_same_pretraining(archive: Path, tmp_path: P
     assert "inferior" in tables
 
 
+def test_the_replications_other_intervals(tmp_path: Path) -> None:
+    """Problems as a second effect; a pair with fewer informative groups is left out of one; the
+    first study's records are pooled, if they are there.
+    """
+    rng = np.random.default_rng(1)
+    files = {}
+    for pretraining in (7, 8, 9):
+        for method, accuracy in {"grpo_refilled": 0.6, "dcpo_proper_refilled": 0.5}.items():
+            name = f"large.{pretraining}/{method}/1"
+            few = method == "dcpo_proper_refilled" and pretraining == 8
+            cell = {"informative_groups": 90 if few else 100, "responses": 3200}
+            files[f"{name}/cell.json"] = json.dumps(cell).encode()
+            files[f"{name}/test.csv"] = responses(rng, accuracy)
+            files[f"{name}/heldout.csv"] = responses(rng, accuracy)
+    path = tmp_path / price.REPLICATION.records
+    write_archive(path, files)
+    found = price.tables(path, tmp_path, price.REPLICATION)
+    points = found["dcpo_proper_refilled"]["price"]["accuracy, points"]
+    secondary = found["secondary"]
+    assert secondary["problems as a second random effect"]["points"] == pytest.approx(points)
+    equal = secondary["pairs of equal informative groups"]["points"]
+    assert equal == pytest.approx([points[0], points[2]])
+    assert "both studies" not in secondary
+    mean, low, high = secondary["problems as a second random effect"]["interval"]
+    assert low < mean < high
+    assert mean == pytest.approx(np.mean(points))
+
+
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
