@@ -1,6 +1,6 @@
 """Draw what a policy has learned about the tool of its environment, as the calculator's picture.
 
-    python examples/tool_environment/draw.py runs/tool_environment/dcpo   # calculator.png there
+python examples/tool_environment/draw.py runs/tool_environment/dcpo   # calculator.png there
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "calculator"))
 
-import picture  # noqa: E402
+import picture
 
 ENDS_CALL = "</tool_call><|endoftext|>"  # as the policy writes a call, and ends its turn
 
