@@ -111,3 +111,23 @@ def test_the_published_runs_lose_less_than_half_a_point() -> None:
         assert ours == pytest.approx(theirs, rel=0.05)
     # what the policy states is no match for its own log-probs, recalibrated with the task
     assert max(proper["skill_against_logistic"]) < 0
+
+
+def test_the_replication_is_not_inferior_and_costs_a_quarter_of_a_point() -> None:
+    """docs/lab/price_replicated.md: the primary comparison, its other intervals, equal groups."""
+    found = json.loads((REPOSITORY / "docs" / "lab" / "price_replicated.json").read_text())
+    proper = found["dcpo_proper_refilled"]
+    gap = interval(proper["price"]["accuracy, points"])
+    assert proper["pretrainings"] == list(range(7, 17))
+    assert price.verdict(gap) == "not inferior"
+    assert -0.5 < gap.low < gap.high < 0
+    for other in found["secondary"].values():
+        _, low, high = other["interval"]
+        assert -0.5 < low < high < 0
+    assert "pairs of equal informative groups" not in found["secondary"]
+    groups = found["grpo_refilled"]["informative_groups"]
+    for ours, theirs in zip(proper["informative_groups"], groups, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.003)
+    skill = interval(proper["skill_against_lookup"])
+    assert skill.low < 0 < skill.high
+    assert max(proper["skill_against_logistic"]) < 0
