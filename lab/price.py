@@ -196,7 +196,8 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
     lines = [
         f"# Tables: {study.title}",
         "",
-        f"By `python -m lab price` from `{study.records}`; the design is in [{page}]({page}).",
+        f"By `python -m lab price` from `{study.records}`; the design is in",
+        f"[{page}]({page}).",
         "",
     ]
     columns = (
