@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 def _described(config: SupervisedConfig) -> dict[str, Any]:
     """Return what a run would train on."""
     from megatron_dcpo.rollout import load_tokenizer
-    from megatron_dcpo.training.provenance import with_model_here
+    from megatron_dcpo.training.provenance import check_run_dir, with_model_here
     from megatron_dcpo.training.supervised import read_inputs, with_steps
 
     config = with_model_here(config, weights=False)
@@ -56,6 +56,7 @@ def _described(config: SupervisedConfig) -> dict[str, Any]:
     samples = [example.samples()[0] for example in inputs.examples]
     lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
+    check_run_dir(config.run_dir, config.training.resume)
     tokenizer = load_tokenizer(config.model.path)
     return {
         "demonstrations": len(lengths),

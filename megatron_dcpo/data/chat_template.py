@@ -26,6 +26,12 @@ _QUESTION, _ANSWER = "What is 1+1?", "It is two."
 _OPENINGS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<｜User｜>", "[INST]")
 _IS_MARKUP = re.compile(r"[<\[|#]")
 _RAW = "data.template=raw takes a prompt as it is"
+# what opens and ends the thinking: Qwen3, DeepSeek-R1 and GLM-4.5; Magistral; Seed-OSS
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 
 
 class PromptError(UserError):
@@ -341,6 +347,25 @@ def split_end(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> t
     if chat or not isinstance(own, int):
         return text, ends[0]
     return text, own if last is None else last
+
+
+def opened_in_prompt(prompt: str, response: str) -> int:
+    """Return how many characters of a response the end of its prompt already has: the opening of
+    the thinking, which DeepSeek-R1's template writes. Raises :class:`PromptError` if the prompt has
+    ended the thinking and the response thinks again.
+    """
+    before = prompt.rstrip()
+    for opening, end in THINKING:
+        if before.endswith(end) and end in response:
+            raise PromptError(
+                f"the response thinks (it holds {end}), and the prompt has ended the thinking; "
+                "data.thinking=on (or auto) makes prompts whose answer begins with thinking"
+            )
+        behind = response.lstrip().removeprefix(opening)
+        if before.endswith(opening) and behind != response.lstrip():
+            behind = behind.removeprefix(prompt[len(before) :])
+            return len(response) - len(behind)
+    return 0
 
 
 def written_answer(

@@ -13,10 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_dcpo.architectures.architecture import Architecture
-from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.data.files import is_here, is_hub_name
-from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -31,7 +29,7 @@ from megatron_dcpo.training.preflight import (
     check_processes,
     check_tokens,
 )
-from megatron_dcpo.training.provenance import date_of, with_model_here
+from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
 from megatron_dcpo.training.sources import load_sources, trained_problems
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
@@ -103,25 +101,9 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     if evaluation.interval:
         names = ", ".join(benchmark_names(evaluation))
         facts["validation"] = f"every {evaluation.interval} steps on {names}"
-    _check_run_dir(config)
+    check_run_dir(config.run_dir, config.training.resume)
     facts["run_dir"] = config.run_dir
     return facts
-
-
-def _check_run_dir(config: Config) -> None:
-    """Raise :class:`UserError` if the run could not write its directory, or would overwrite another
-    run's checkpoints. Nothing is made.
-    """
-    directory = Path(config.run_dir)
-    check_fresh(directory, latest_iteration(directory / "checkpoints"), config.training.resume)
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"run_dir={config.run_dir} cannot be made: {existing} is "
-            f"{'not writable' if existing.is_dir() else 'not a directory'}; change run_dir"
-        )
 
 
 def unlike_the_paper(config: Config) -> list[str]:

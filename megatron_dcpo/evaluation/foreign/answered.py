@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,10 @@ _VERDICTS = {
     "noanswer": 0.0,
 }
 # what chat templates write behind an answer, which some logs keep
-_END_TOKEN = re.compile(r"\s*<(\|im_end\||\|endoftext\||\|eot_id\||/s|end_of_turn|eos)>\s*$")
+_END_TOKENS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"),
+    *("<|return|>", "</s>", "<end_of_turn>", "<eos>", "<｜end▁of▁sentence｜>"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,12 @@ def verdict(value: object, where: str) -> float:
 
 
 def without_end_token(text: str) -> str:
-    """Return a response without the end token of its turn, if a log has kept it."""
-    return _END_TOKEN.sub("", text)
+    """Return a response without the end tokens of its turn, if a log has kept them."""
+    bare = text.rstrip()
+    while bare.endswith(_END_TOKENS):
+        token = next(token for token in _END_TOKENS if bare.endswith(token))
+        text = bare = bare.removesuffix(token).rstrip()
+    return text
 
 
 def share(value: object, where: str) -> float:

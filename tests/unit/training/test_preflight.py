@@ -242,3 +242,18 @@ def test_a_dry_run_looks_at_the_run_directory_as_the_run_does(tmp_path, capsys):
     assert "run_dir" in said
     assert dry_run([f"run_dir={tmp_path / 'new' / 'run'}"], capsys)[0] == 0
     assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_of_sft_looks_at_the_run_directory_too(tmp_path, capsys):
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"prompt": "2 and 2=", "response": "4"}) + "\n")
+    (tmp_path / "file").write_text("")
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    command = ["sft", "--config", str(QUICKSTART / "sft.yaml"), "--dry-run", f"data.path={data}"]
+    command.append("data.examples_per_step=1")
+    for directory, why in ((tmp_path / "file" / "run", "file is not a directory"), (run, "step 7")):
+        assert main([*command, f"run_dir={directory}"]) == 2
+        assert why in capsys.readouterr().err
+    assert main([*command, f"run_dir={tmp_path / 'new'}"]) == 0
