@@ -59,6 +59,11 @@ _SIZES = (
 # counts that may be 0
 _NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
 _ABSURD = 1 << 40
+# of which null is no value for transformers, and could stand for the family's or for none
+_NEVER_NULL = (
+    *("hidden_act", "hidden_activation", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"),
+    *("n_group", "topk_group", "routed_scaling_factor", "decoder_sparse_step"),
+)
 _SWITCHES = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm")
 
 
@@ -184,6 +189,9 @@ def _check_types(config: dict[str, Any], traits: Traits, source: str) -> None:
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value < _ABSURD):
             raise UserError(f"{source}: {key} must be a number, not {value!r:.40}")
+    for key in _NEVER_NULL:
+        if key in config and config[key] is None:
+            raise UserError(f"{source}: {key} is null; remove it, or give its value")
     for key in _SWITCHES:
         value = config.get(key)
         if value is not None and not isinstance(value, bool):

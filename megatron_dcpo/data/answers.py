@@ -21,11 +21,23 @@ from megatron_dcpo.runtime.text import parse_json
 _HOLDERS = ("target", "answer", "groundtruth", "finalanswer", "text", "value")
 _ALIASES = ("aliases", "normalizedaliases", "humananswers")
 _BESIDE = frozenset({"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"})
-# what data sets write where there is no answer; no answer equals it
+# What data sets write where there is no answer; no answer equals it. Some problems have the answers
+# "unknown", "undefined", "not given", "no solution", "[]" and "-".
 _NO_ANSWERS = frozenset(
-    {"proof", "notfound", "not found", "not_found", "nan", "none", "null", "n/a", "#n/a", "<na>"}
+    {
+        *("proof", "notfound", "not found", "not_found", "nan", "none", "null", "n/a", "#n/a"),
+        *("<na>", "<null>", "<none>", "n.a", "?", "??", "???"),
+        *("no answer", "no_answer", "noanswer", "not available", "not provided"),
+        *("tbd", "todo", "\u2026", "see solution", "#value!", "#ref!", "#div/0!", "#name?"),
+        *("no answer found", "no final answer", "answer not found", "none found"),
+    }
 )
-_AROUND = re.compile(r"\\(?:boxed|text|textbf|mathrm|mbox)\s*\{(.*)\}|\$(.*)\$", re.DOTALL)
+_NOT_APPLICABLE = ("NA", "na")  # and not Na, which is sodium
+_AROUND = re.compile(
+    r"\\(?:boxed|text|textbf|mathrm|mbox)\s*\{(.*)\}|\$+(.*?)\$+|\*\*(.+)\*\*|\((.+)\)"
+    r"|\"(.+)\"|'(.+)'",
+    re.DOTALL,
+)
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 FORMS = (
     "a text, a number, a list of texts, an object with one of them as target, answer, "
@@ -64,8 +76,9 @@ def is_no_answer(text: str) -> bool:
         match = _AROUND.fullmatch(text)
         if match is None:
             break
-        text = match[1] if match[2] is None else match[2]
-    return not text.strip() or text.strip().lower() in _NO_ANSWERS
+        text = next(group for group in match.groups() if group is not None)
+    text = text.strip()
+    return not text or text.lower() in _NO_ANSWERS or text in _NOT_APPLICABLE
 
 
 def last_box(text: str) -> str | None:

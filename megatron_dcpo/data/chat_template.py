@@ -23,7 +23,23 @@ if TYPE_CHECKING:
 
 _QUESTION, _ANSWER = "What is 1+1?", "It is two."
 # openings of turns in other models' templates, which no question begins or ends with
-_OPENINGS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<｜User｜>", "[INST]")
+_OPENINGS = (
+    *("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<｜User｜>", "[INST]"),
+    *(
+        "<s>[INST]",
+        "<s> [INST]",
+        "<|begin_of_text|>",
+        "<bos>",
+        "<｜begin▁of▁sentence｜>",
+        "[gMASK]",
+    ),
+    *("<|user|>", "<|system|>", "<|start|>", "<<SYS>>", "<|startoftext|>"),
+)
+# ends of turns in models' templates, with which no answer ends
+END_TOKENS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>"),
+    *("</s>", "<｜end▁of▁sentence｜>", "<|end|>", "<|user|>", "<|return|>", "<|eom_id|>"),
+)
 _IS_MARKUP = re.compile(r"[<\[|#]")
 _RAW = "data.template=raw takes a prompt as it is"
 # what opens and ends the thinking: Qwen3, DeepSeek-R1 and GLM-4.5; Magistral; Seed-OSS
@@ -226,7 +242,7 @@ def check_unwritten(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> N
         token = markup_in(tokenizer, message["content"], markup)
         if token:
             raise PromptError(
-                f"a message of the role {message['role']!r:.40} holds {token!r:.40}, which the "
+                f"a message of the role {message['role']!r:.40} holds {token!r:.40}, which a "
                 f"chat template writes; {_RAW}; or remove it from the text"
             )
 
@@ -242,6 +258,11 @@ def markup_in(
     first = getattr(tokenizer, "bos_token", None)
     openings = [one for one in (first, markup.opening, *_OPENINGS) if one]
     return next((one for one in openings if text.lstrip().startswith(one)), None)
+
+
+def foreign_end(text: str) -> str | None:
+    """Return the end token of another model with which a response ends, None if there is none."""
+    return next((end for end in END_TOKENS if text.rstrip().endswith(end)), None)
 
 
 def _markup_of(tokenizer: PreTrainedTokenizerBase) -> Markup:

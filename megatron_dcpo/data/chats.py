@@ -22,25 +22,28 @@ Messages = tuple[Message, ...]
 
 # columns that hold a whole chat
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
-SYSTEMS = ("system", "system_prompt")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
 # of a message, in the order in which a template's own name for it is tried
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # what a template may write of a message besides its role and content
 TEMPLATE_KEYS = (*REASONING, "tool_calls", "function_call", "name", "tool_call_id")
 # whether a message is to be trained: Axolotl, ms-swift, OpenAI, verl
 WEIGHT_KEYS = ("train", "loss", "weight", "loss_mask", "trainable", "training")
-_MEDIA = "only text is read; remove the rows that have it"
+_WEIGHT = "say train: false, or weight: 0, of a turn that is not to be trained"
 MESSAGE_KEYS = RowKeys(
     what="key of a message",
     read=frozenset({"role", "content", "from", "value", *TEMPLATE_KEYS, *WEIGHT_KEYS}),
     harmless=frozenset({"turn", "finish_reason", "stop_reason", "logprobs", "usage", "end_turn"}),
     refused={
         **dict.fromkeys(
-            ("image", "images", "video", "videos", "audio", "audios", "files", "input_audio"),
-            _MEDIA,
+            ("mask", "masked", "ignore", "learn", "no_loss", "train_on_turn", "train_on_input"),
+            _WEIGHT,
         ),
-        "mask": "say train: false, or weight: 0, of a turn that is not to be trained",
-        "masked": "say train: false, or weight: 0, of a turn that is not to be trained",
+        **dict.fromkeys(
+            ("thought", "thoughts", "reasoning_details", "reasoning_text", "cot"),
+            "give its text as reasoning_content",
+        ),
+        "files": "only text is read; remove the rows that have it",
         "prefix": "remove it",
         "refusal": "put its text into content",
         "tools": "a row has its tools in the column tools",
@@ -68,6 +71,9 @@ _ROLES = {
 _BEGINS_AS_CHAT = re.compile(
     r"\s*(?:array\()?[\[({\s]*\{\s*\\?[\"'](?:role|content|from|value)\\?[\"']\s*:"
 )
+# what the text of any list or object begins with, also as JSON text of JSON text, and a key of a
+# message in it
+_BEGINS_AS_VALUE = re.compile(r"\s*\"?\s*[\[({].*?\b(?:role|from)\b", re.DOTALL)
 
 
 class Chat(NamedTuple):
@@ -126,8 +132,17 @@ def is_message(value: object) -> bool:
 
 
 def is_chat_text(text: str) -> bool:
-    """Return whether a text holds a chat, so that it is no question itself."""
-    return _BEGINS_AS_CHAT.match(text) is not None
+    """Return whether a text holds a chat, so that it is no question itself: messages with their
+    keys in any order, or an object that has them in one of :data:`CHAT_COLUMNS`.
+    """
+    if _BEGINS_AS_CHAT.match(text) is not None:
+        return True
+    if _BEGINS_AS_VALUE.match(text) is None:
+        return False
+    value = _parsed(text)
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in CHAT_COLUMNS if name in value), [value])
+    return isinstance(value, list | tuple) and any(map(is_message, value))
 
 
 def tools_of(value: object, where: str) -> tuple[dict[str, Any], ...]:

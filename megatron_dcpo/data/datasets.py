@@ -56,10 +56,9 @@ from megatron_dcpo.data.code_problems import (
 from megatron_dcpo.data.environments import environment_name, environment_rows, is_environment
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty
+from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.data.options import KEY_COLUMNS
 from megatron_dcpo.data.passages import (
-    MEDIA_COLUMNS,
     PASSAGE_COLUMNS,
     has_media,
     passage_of,
@@ -85,20 +84,21 @@ _NO_LABELS = frozenset({*PROBLEM_COLUMNS, *ANSWER_COLUMNS})
 _READ_ELSEWHERE = (
     *("Question", "Problem", "question_stem", "Correct Answer", "supporting_facts", "Answer"),
     *(f"Incorrect Answer {number}" for number in (1, 2, 3)),
-    *("reward_model", "history", "tools", "input", "options", "choices"),
+    *("reward_model", "history", "tools", "options", "choices"),
     *("aime_number", "opa", "opb", "opc", "opd", "ope", *"ABCDEFGHIJ"),
 )
 _SOLUTIONS = (
     "solution solutions worked_solution generated_solution rationale explanation cot reasoning "
-    "thinking reasoning_content response responses generations completion output candidates "
+    "thinking reasoning_content response responses generations completion output "
     "expected_answer correctness_math_verify correctness_count gold_standard_solution "
-    "canonical_solution code llama8b_solve_rate problem_type question_type exp solution_source"
+    "canonical_solution llama8b_solve_rate problem_type question_type exp solution_source "
+    "is_correct"
 )
 _OF_PROGRAMS = (
     "starter_code test entry_point prompt_id contract atol assertion public_test_cases "
     "private_test_cases contest_date platform meta_data test_setup_code challenge_test_list query "
     "estimated_date source_file test_imports in_source_id text problem_description memory_limit "
-    "time_limit base_input plus_input test_list input_output completion"
+    "time_limit base_input plus_input test_list input_output completion input code"
 )
 KEYS = RowKeys(
     what="column",
@@ -106,11 +106,12 @@ KEYS = RowKeys(
         {
             *(*PROBLEM_COLUMNS, *ANSWER_COLUMNS, *KIND_COLUMNS, *KEY_COLUMNS, *CHAT_COLUMNS),
             *(*SYSTEMS, *TEST_COLUMNS, *PASSAGE_COLUMNS, *map(str.upper, PASSAGE_COLUMNS)),
-            *(*map(str.title, PASSAGE_COLUMNS), *MEDIA_COLUMNS, *_READ_ELSEWHERE),
+            *(*map(str.title, PASSAGE_COLUMNS), *_READ_ELSEWHERE),
         }
     ),
-    harmless=frozenset({*_SOLUTIONS.split(), *_OF_PROGRAMS.split(), *KIND_COLUMNS}),
+    harmless=frozenset({*_SOLUTIONS.split(), *KIND_COLUMNS}),
     refused={
+        "input": "name it by data.columns={context: input}, or leave it out by {input: ''}",
         **dict.fromkeys(
             ("instruction", "instructions", "prefix", "suffix", "documents"),
             "put its text into the problem, or name its column by data.columns",
@@ -119,6 +120,12 @@ KEYS = RowKeys(
         "functions": "give them as tools, a list of {type: function, function: ...}",
         "tools_kwargs": "tools that answer are not called here; remove it",
     },
+)
+# Of a row with tests: its format is known, and what else such rows have is harmless.
+KEYS_OF_PROGRAMS = replace(
+    KEYS,
+    harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
+    refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
 )
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
@@ -474,7 +481,7 @@ def split_usable_rows(
     chats = ChatReader(source, unread)
     for index, original in rows:
         if has_media(original):
-            dropped["with an image, a film or a sound, which the policy cannot read"] += 1
+            dropped["with an image, a video or audio, which the policy cannot read"] += 1
             continue
         row = with_chat(original, chats, index + 1)
         try:
@@ -496,7 +503,8 @@ def split_usable_rows(
             if not keep_columns:
                 shown = [] if passage is None else [passage]
                 shown += _shown_columns(row, record.messages)
-                unread.take(row, KEYS, index + 1, used=shown)
+                keys = KEYS if record.tests is None else KEYS_OF_PROGRAMS
+                unread.take(row, keys, index + 1, used=shown)
     unread.report()
     return records, left_out, dropped
 
@@ -504,7 +512,9 @@ def split_usable_rows(
 def _shown_columns(row: Row, messages: Messages) -> list[str]:
     """Return the columns whose text the messages show."""
     text = "\n".join(message["content"] for message in messages)
-    return [name for name, value in row.items() if isinstance(value, str) and value.strip() in text]
+    return [
+        name for name, value in row.items() if isinstance(value, str) and shows(text, value.strip())
+    ]
 
 
 def _passage(row: Row, column: str | None, where: str) -> tuple[str, bool]:

@@ -33,7 +33,6 @@ from megatron_dcpo.data.files import Row
 from megatron_dcpo.data.keys import RowKeys, Unread, is_empty
 from megatron_dcpo.data.options import KEY_COLUMNS, options_of, shows_options
 from megatron_dcpo.data.passages import (
-    MEDIA_COLUMNS,
     PASSAGE_COLUMNS,
     passage_of,
     passage_text,
@@ -63,16 +62,20 @@ KEYS = RowKeys(
         }
     ),
     refused={
-        **dict.fromkeys(MEDIA_COLUMNS, "only text is trained; remove the rows that have it"),
         **dict.fromkeys(("cot", "complex_cot", "chain_of_thought", "rationale", "think"), _REASONS),
         **dict.fromkeys(("thoughts", "thought", "reasoning_trace", "explanation"), _REASONS),
         **dict.fromkeys(("chosen", "rejected"), _OTHER),
         **dict.fromkeys(("chat_template_kwargs", "documents"), "write it into the prompt"),
         **dict.fromkeys(("input_ids", "labels", "attention_mask"), "give the texts instead"),
         **dict.fromkeys(
-            ("loss_mask", "loss_weight", "train", "train_on_input", "trainable"),
+            ("loss_mask", "loss_masks", "loss_weight", "train", "train_on_input", "trainable"),
             "name a number as data.columns={weight: NAME}, or remove it",
         ),
+        **dict.fromkeys(
+            ("chat_history", "conversation_history", "dialogue_history", "previous_messages"),
+            "name it by data.columns={history: NAME}, or remove it",
+        ),
+        "available_tools": "name it by data.columns={tools: NAME}, or remove it",
         "functions": "give them as tools, a list of {type: function, function: ...}",
         "function_call": "give it as tool_calls of a message",
         "tool_calls": "give it as tool_calls of a message",

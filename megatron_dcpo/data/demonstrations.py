@@ -27,6 +27,7 @@ import numpy as np
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.chat_template import (
     ChatSwitches,
+    foreign_end,
     markup_in,
     opened_in_prompt,
     split_end,
@@ -231,6 +232,12 @@ def _response(
         raise prompts.PromptError(
             f"the response holds {token!r:.40}, which the chat template writes around a turn; give "
             "the chat as messages, or use data.template=raw"
+        )
+    end_of_others = foreign_end(text) if is_chat else None
+    if end_of_others:
+        raise prompts.PromptError(
+            f"the response ends with {end_of_others!r}, the end token of another model, which "
+            "would be learned as text; remove it, or use data.template=raw"
         )
     return text, end
 

@@ -28,8 +28,14 @@ _METADATA_NAMES = (
 )
 METADATA = frozenset(_METADATA_NAMES.split())
 _METADATA = re.compile(
-    r"_.*|unnamed: ?\d+|(?:num|n|is|has)_.+|"
+    r"_.*|unnamed: ?\d+|(?:num|n|has)_.+|is_(?!correct\b|right\b|true\b).+|"
     r".+_(?:id|ids|idx|index|url|hash|name|number|source)|"
+)
+# what is seen or heard, or where it is: images, image_1, decoded_image, video_url, audio_path
+_MEDIA = re.compile(
+    r"(?:decoded_|input_|question_|problem_|raw_)?"
+    r"(?:image|img|picture|photo|video|audio)s?(?:_?\d+)?"
+    r"(?:_(?:urls?|paths?|files?|bytes|base64|b64|data|ids?|names?|src|list))*"
 )
 
 
@@ -37,7 +43,8 @@ _METADATA = re.compile(
 class RowKeys:
     """What a reader does with the keys of a row or a message: those that it has ``read``, and, in
     any case of their letters, ``harmless`` ones besides :data:`METADATA`, and ``refused`` ones with
-    what to do about each. ``what`` is the field's word for a key.
+    what to do about each; what :func:`is_media` is refused by every reader. ``what`` is the
+    field's word for a key.
     """
 
     what: str
@@ -48,10 +55,17 @@ class RowKeys:
     def is_known(self, key: str) -> bool:
         """Return whether a key is read or harmless."""
         name = key.lower()
-        if name in self.refused:
+        if name in self.refused or is_media(key):
             return False
         known = key in self.read or name in self.harmless or name in METADATA
         return known or _METADATA.fullmatch(name) is not None
+
+
+def is_media(key: str) -> bool:
+    """Return whether a key is by its name an image, a video or an audio recording, or says where
+    one is.
+    """
+    return _MEDIA.fullmatch(key.lower()) is not None
 
 
 def is_empty(value: object) -> bool:
@@ -65,6 +79,15 @@ def is_empty(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     return isinstance(value, list | tuple) and len(value) == 0
+
+
+def shows(text: str, part: str) -> bool:
+    """Return whether a text has another one in it, and not only inside of a word or a number."""
+    if not part or part not in text:
+        return False
+    before = r"(?<!\w)" if re.match(r"\w", part) else ""
+    behind = r"(?!\w)" if re.match(r"\w", part[-1]) else ""
+    return re.search(f"{before}{re.escape(part)}{behind}", text) is not None
 
 
 def without_empty(value: object) -> object:
@@ -98,6 +121,8 @@ class Unread:
             if key in taken or is_empty(value) or keys.is_known(str(key)):
                 continue
             remedy = keys.refused.get(str(key).lower())
+            if remedy is None and is_media(str(key)) and value is not False:
+                remedy = "only text is read; remove the rows that have it"
             if remedy is not None:
                 raise UserError(
                     f"{self._source}: row {number}: the {keys.what} {str(key)!r:.60} is not read, "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.keys import is_empty
+from megatron_dcpo.data.keys import is_empty, is_media
 from megatron_dcpo.errors import UserError
 
 PASSAGE_COLUMNS = (
@@ -26,8 +26,6 @@ PASSAGE_COLUMNS = (
     "premises",
     "table",
 )
-# Columns of what is seen or heard, without which a question is another one, too.
-MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _FIX = "name a column of text by data.columns: {context: NAME}, or leave it out by {context: ''}"
 
 
@@ -88,9 +86,11 @@ def with_passage(messages: Messages, passage: str, behind: bool = False) -> Mess
 
 
 def has_media(row: Row) -> bool:
-    """Return whether a row has an image, a film or a sound."""
+    """Return whether a row has an image, a video or an audio recording, without which a question
+    is another one.
+    """
     return any(
-        str(column).lower() in MEDIA_COLUMNS and not is_empty(value)
+        is_media(str(column)) and value is not False and not is_empty(value)
         for column, value in row.items()
     )
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
-from scipy.special import ndtri
 
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config
@@ -87,7 +87,8 @@ def response_lengths(mean: float, most: int, count: int) -> np.ndarray:
     """
     if mean >= most:
         return np.full(count, float(most))
-    scores = ndtri((np.arange(count) + 0.5) / count)
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf((number + 0.5) / count) for number in range(count)])
     low, high = math.log(mean) - 2.0, math.log(most) + 20.0
     for _ in range(60):
         location = (low + high) / 2

@@ -52,7 +52,7 @@ def _read_message(value: object, number: int) -> Message:
     if not isinstance(value, dict):
         raise MessageError(f"{where} must be an object")
     role = value.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise MessageError(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r:.40}")
     _check_keys(value, where)
     message: Message = {"role": _ROLES[role], "content": _text_of(value.get("content"), where)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ Tools = tuple[dict[str, Any], ...]
 Ids = Sequence[int] | np.ndarray
 
 _PROBE = "dcpo_probe"
+_MOST_MOVED = 16  # messages that a template writes elsewhere than in their order
 _CALL: Message = {
     "role": "assistant",
     "content": "",
@@ -85,6 +86,18 @@ class ChatTokens:
         """Return the bytes of token ids, special tokens included."""
         return b"".join(self.tokens.pieces(token_ids))
 
+    def must_exceed(self, texts: Iterable[str], most_tokens: int) -> bool:
+        """Return whether texts cannot be written with so many tokens, by the longest token alone:
+        without encoding them.
+        """
+        size = sum(len(text) for text in texts)  # in characters, at most the bytes
+        return size > most_tokens * self.longest_token
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Return the bytes of the longest token."""
+        return max(map(len, self.tokens.table))
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that goes on."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -107,12 +120,7 @@ class ChatTokens:
         """
         self._check_texts(messages)
         text = self._written(messages, tools, to_answer=True)
-        for message in messages:
-            if message["role"] != "assistant" and not _shows(text, message["content"]):
-                raise MessageError(
-                    f"the chat template does not write a message of the role {message['role']}, "
-                    f"{message['content']!r:.60}"
-                )
+        _check_shown(text, messages)
         return self.encode(text)
 
     def continued(
@@ -135,12 +143,7 @@ class ChatTokens:
         if not whole.startswith(before) or not before.endswith(closer):
             return None
         behind = whole[len(before) :]
-        for message in new:
-            if message["role"] != "assistant" and not _shows(behind, message["content"]):
-                raise MessageError(
-                    f"the chat template does not write a message of the role {message['role']}, "
-                    f"{message['content']!r:.60}"
-                )
+        _check_shown(behind, new)
         end = self.turn_end
         if end is not None and len(said) and int(said[-1]) == end:
             closer = closer.removeprefix(self.text_of([end]))
@@ -223,5 +226,26 @@ class ChatTokens:
                     )
 
 
-def _shows(text: str, content: str) -> bool:
-    return "".join(content.split()) in "".join(text.split())
+def _check_shown(text: str, messages: Sequence[Message]) -> None:
+    """Raise :class:`MessageError` for a message that is not the policy's and whose content a chat
+    does not have in its text; spaces may differ. Messages stand in their order, but for one that a
+    template moves to the front.
+    """
+    written = "".join(text.split())
+    moved = 0
+    position = 0
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        content = "".join(message["content"].split())
+        found = written.find(content, position)
+        if found < 0 and moved < _MOST_MOVED:
+            moved += 1
+            found = written.find(content, 0, position)
+        elif found >= 0:
+            position = found + len(content)
+        if found < 0:
+            raise MessageError(
+                f"the chat template does not write a message of the role {message['role']}, "
+                f"{message['content']!r:.60}"
+            )

@@ -211,12 +211,18 @@ class Session:
         """Return the ids of a prompt, the turn it goes on from, how many of its tokens stay, and
         how many tokens were encoded again whose text had ids.
         """
-        if asked.is_chat:
-            return self._chat_prompt(asked)
         if asked.token_ids is not None:
             return self._prompt_of_ids(asked.token_ids)
-        assert asked.text is not None
-        return self._text_prompt(asked.text)
+        texts = [message["content"] for message in asked.messages]
+        if asked.text is not None:
+            texts = [asked.text]
+        most = self.limits.sequence_tokens
+        # a message takes a token at least
+        if len(texts) > most or self.chat.must_exceed(texts, most):
+            raise self._no_tokens_left()
+        if asked.text is not None:
+            return self._text_prompt(asked.text)
+        return self._chat_prompt(asked)
 
     def _chat_prompt(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
         if asked.tools:

@@ -18,6 +18,8 @@ from dcpo_environment import Refused, check_range, described, plain_numbers, tex
 # what an environment of one turn does not do in its own way: then its prompts and scores are all
 _ONE_TURN = ("rollout", "get_prompt_messages", "get_model_response")
 _KEY = "OPENAI_API_KEY"
+# errors of verifiers that say that the policy has answered nothing
+_OF_THE_POLICY = ("EmptyModelResponseError", "InvalidModelResponseError")
 _NO_LIMIT = 24 * 3600.0  # seconds of a call; the session has a limit
 # parameters of reward functions that get the responses of a group
 _OF_A_GROUP = {"states", "prompts", "completions", "answers", "tasks", "infos"}
@@ -187,8 +189,12 @@ class ClassicEnvironment:
     ) -> tuple[float, dict[str, Any]]:
         environment = self.environment
         state = await environment.rollout(given, _client(base_url, api_key), "policy", {})
-        if state.get("error") is not None:
-            raise state["error"]
+        error = state.get("error")
+        if type(error).__name__ in _OF_THE_POLICY:
+            # its fault, and no failure: left out, such answers would never be learned from
+            return (self.description["range"] or (0.0,))[0], {"no_answer": 1.0}
+        if error is not None:
+            raise error
         return await self._reward(state)
 
     async def score(self, given: Any, text: str) -> tuple[float, dict[str, Any]]:  # noqa: ANN401

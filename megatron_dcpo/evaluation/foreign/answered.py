@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dcpo.data.chat_template import END_TOKENS
 from megatron_dcpo.errors import UserError
 
 # Inspect's letters as its value_to_float reads them (P is partial, N no answer), and words
@@ -24,11 +25,6 @@ _VERDICTS = {
     "n": 0.0,
     "noanswer": 0.0,
 }
-# what chat templates write behind an answer, which some logs keep
-_END_TOKENS = (
-    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"),
-    *("<|return|>", "</s>", "<end_of_turn>", "<eos>", "<｜end▁of▁sentence｜>"),
-)
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,8 @@ def verdict(value: object, where: str) -> float:
 def without_end_token(text: str) -> str:
     """Return a response without the end tokens of its turn, if a log has kept them."""
     bare = text.rstrip()
-    while bare.endswith(_END_TOKENS):
-        token = next(token for token in _END_TOKENS if bare.endswith(token))
+    while bare.endswith(END_TOKENS):
+        token = next(token for token in END_TOKENS if bare.endswith(token))
         text = bare = bare.removesuffix(token).rstrip()
     return text
 

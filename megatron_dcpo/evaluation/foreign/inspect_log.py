@@ -59,13 +59,22 @@ def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
         ) from None
     task = str(header.get("eval", {}).get("task") or file.stem)
     without_score = 0
+    others: dict[str, None] = {}
     for name, sample in samples.items():
         where = f"{file}: {name}"
         value, metadata = _score_of(sample, scorer, where)
+        others |= dict.fromkeys(sample.get("scores") or {})
         if value is None or value != value:
             without_score += 1
             continue
         yield _answered_of_sample(sample, task, verdict(value, where), metadata, where)
+    if not scorer and len(others) > 1:
+        logger.warning(
+            "%s: the first scorer of each sample is read; the log has the scorers %s (--columns "
+            "correct=NAME)",
+            file,
+            ", ".join(others),
+        )
     if without_score:
         logger.warning(
             "%s: %d of %d samples have no score (an error, or inspect score was not run) and are "

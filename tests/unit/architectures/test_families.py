@@ -130,6 +130,8 @@ def test_the_factor_inside_the_rotary_parameters_counts() -> None:
         (GLM4, {"num_attention_heads": None}, "num_attention_heads"),
         (GLM4, {"intermediate_size": None}, "intermediate_size"),
         (GLM4, {"vocab_size": None}, "vocab_size"),
+        (GLM4, {"hidden_act": None}, "hidden_act"),
+        (GLM4, {"tie_word_embeddings": None}, "tie_word_embeddings"),
         (GLM4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         (GLM4, {"layer_types": ["sliding_attention"] * 61}, "layer_types"),
         (OLMO2, {"clip_qkv": 8.0}, "clip_qkv"),

@@ -370,6 +370,17 @@ def test_keys_that_equal_no_answer_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ["proof", "notfound", "nan", "None", "N/A", "\\boxed{}", "\\boxed{\\text{Proof}}", "42"]
+    keys += [
+        "?",
+        "(none)",
+        "**None**",
+        '"N/A"',
+        "$$\\text{none}$$",
+        "NA",
+        "TBD",
+        "No answer.",
+        "\u2026",
+    ]
     rows = [{"problem": f"{n}?", "answer": key} for n, key in enumerate(keys)]
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -378,6 +389,16 @@ def test_keys_that_equal_no_answer_are_dropped_and_counted(
     assert [record.answer for record in records] == ["42"]
     for name in ("'proof'", "'notfound'", "'N/A'", "boxed"):
         assert any(name in message and "1 rows" in message for message in caplog.messages), name
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["unknown", "undefined", "not given", "Na", "-", "[]", "()", '""', "no solution", "(1, 2)"],
+)
+def test_keys_that_are_answers_of_some_problems_stay(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"problem": "1+1", "answer": key}) + "\n")
+    assert [record.answer for record in load_records(path)] == [key]
 
 
 def test_a_row_without_tests_says_so(tmp_path: Path) -> None:

@@ -151,6 +151,14 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
         ({"prompt": "<|im_start|>user\n2+2?<|im_end|>\n", "response": "4"}, "im_start"),
         ({"prompt": "2+2?", "response": "4<|im_end|>\n<|im_start|>user\n3+3?"}, "im_"),
         ({"prompt": "[INST] 2+2? [/INST]", "response": "4"}, "INST"),
+        ({"prompt": "2+2?", "response": "4</s>"}, "</s>"),
+        ({"prompt": "2+2?", "response": "4<|eot_id|>\n"}, "eot_id"),
+        ({**PAIR, "image_url": "x.png"}, "image_url"),
+        ({**PAIR, "chat_history": [["1?", "1"]]}, "chat_history"),
+        ({**PAIR, "available_tools": [TOOL]}, "available_tools"),
+        ({"messages": [USER, {**ANSWER, "learn": False}]}, "learn"),
+        ({"messages": [USER, {**ANSWER, "thought": "Two and two."}]}, "thought"),
+        ({"messages": [{**USER, "image_url": "x.png"}, ANSWER]}, "image_url"),
     ],
 )
 def test_what_is_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:
@@ -192,9 +200,9 @@ def test_other_columns_are_said_once_with_a_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        load(tmp_path, PAIR, {**PAIR, "mood": 1, "id": 2}, {**PAIR, "mood": 1})
+        load(tmp_path, PAIR, {**PAIR, "mood": 1, "id": 2}, {**PAIR, "mood": 1, "is_correct": False})
     (line,) = caplog.messages
-    assert all(part in line for part in ("'mood'", "2 rows", "row 2"))
+    assert all(part in line for part in ("'mood'", "2 rows", "row 2", "'is_correct'"))
 
 
 def test_columns_are_named_or_left_out_by_name(tmp_path: Path) -> None:
@@ -361,10 +369,25 @@ def prompt_of(tmp_path: Path, row: dict[str, Any], **other: Any) -> str:
             shown(("user", "2+2?")),
         ),
         ({"problem": "2+2?", "messages": [USER, ANSWER]}, shown(("user", "2+2?"))),
+        ({"prompt": json.dumps([{"id": 1, **USER}])}, shown(("user", "2+2?"))),
+        ({"prompt": json.dumps([{"weight": None, **USER}])}, shown(("user", "2+2?"))),
+        ({"prompt": json.dumps(json.dumps([USER]))}, shown(("user", "2+2?"))),
+        ({"problem": "2+2?", "system_message": "S"}, shown(("system", "S"), ("user", "2+2?"))),
+        ({"problem": "2+2=4, so 2+2?", "input": "2+2"}, shown(("user", "2+2=4, so 2+2?"))),
+        ({"problem": "(a role, from 1) 2+2?"}, shown(("user", "(a role, from 1) 2+2?"))),
     ],
 )
 def test_prompts_of_rl_are_chats_too(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
     assert prompt_of(tmp_path, {**row, "answer": "4"}) == prompt
+
+
+@pytest.mark.parametrize("name", ["text", "code", "query", "starter_code", "candidates"])
+def test_what_programs_have_is_counted_beside_a_question_without_tests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        prompt_of(tmp_path, {"question": "Who ran?", name: "Bob ran.", "answer": "Bob"})
+    assert f"'{name}' (1 rows" in caplog.text
 
 
 def test_prompts_of_rl_list_their_tools(tmp_path: Path) -> None:
@@ -380,6 +403,10 @@ def test_prompts_of_rl_list_their_tools(tmp_path: Path) -> None:
         ({"problem": "2+2?", "tools": "a hammer"}, "tools"),
         ({"prompt": [USER, {**ANSWER, "function_call": {"name": "f"}}, USER]}, "function_call"),
         ({"prompt": "<|im_start|>user\n2+2?<|im_end|>\n"}, "im_start"),
+        ({"prompt": "<s>[INST] 2+2? [/INST]"}, "INST"),
+        ({"prompt": "<|begin_of_text|>2+2?"}, "begin_of_text"),
+        ({"prompt": json.dumps({"messages": [USER]})}, "messages"),
+        ({"problem": "Translate to French.", "input": "cat"}, "'input'"),
     ],
 )
 def test_rows_of_rl_are_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:

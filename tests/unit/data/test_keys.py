@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, without_empty
+from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, is_media, shows, without_empty
 from megatron_dcpo.errors import UserError
 
 KEYS = RowKeys(
@@ -42,6 +42,39 @@ def test_every_key_is_read_harmless_refused_or_counted(caplog: pytest.LogCapture
     assert "'odd'" in caplog.messages[0]
     with pytest.raises(UserError, match=r"row 7.*'Mask'"):
         unread.take({"Mask": 1}, KEYS, 7)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["image", "Images", "image_1", "image2", "decoded_image", "image_url", "img_path", "video_id"],
+)
+def test_what_is_seen_or_heard_is_refused_by_every_reader(key: str) -> None:
+    unread = Unread("d.jsonl")
+    with pytest.raises(UserError, match=rf"row 3.*{key!r}"):
+        unread.take({key: "a.png"}, KEYS, 3)
+    unread.take({key: None}, KEYS, 4)
+    unread.take({key: False}, KEYS, 5)
+    assert is_media(key)
+
+
+@pytest.mark.parametrize("key", ["num_images", "has_image", "imagery", "video_length", "id"])
+def test_counts_of_images_are_no_images(key: str) -> None:
+    assert not is_media(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "is_shown"),
+    [
+        ("Translate: cat", "cat", True),
+        ("Concatenate", "cat", False),
+        ("What is f(x)?", "(x)", True),
+        ("2+21", "2", True),
+        ("21", "2", False),
+        ("any", "", False),
+    ],
+)
+def test_a_text_shows_whole_words_and_numbers(text: str, part: str, is_shown: bool) -> None:
+    assert shows(text, part) is is_shown
 
 
 def test_nulls_of_objects_are_taken_out_at_every_depth() -> None:

@@ -56,13 +56,25 @@ def test_the_passage_is_before_the_question(tmp_path: Path) -> None:
         ({**PLAIN, "context": []}, "Who?"),
         ({**PLAIN, "context": "A.", "passage": "A."}, "A.\n\nWho?"),
         ({**PLAIN, "context": "A.", "passage": None}, "A.\n\nWho?"),
-        ({**PLAIN, "input": "A."}, "Who?"),
         ({**PLAIN, "input": "A.", "instruction": "Who?"}, "Who?\nA."),
     ],
 )
 def test_known_columns(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
     (record,) = loaded(tmp_path, row)
     assert record.problem == problem
+
+
+def test_an_input_beside_a_question_is_refused_or_named(tmp_path: Path) -> None:
+    """Beside ``instruction`` its form is known (Alpaca); beside a question it is not."""
+    row = {**PLAIN, "input": "Ann did."}
+    with pytest.raises(UserError, match=r"row 1.*'input'.*context: input"):
+        loaded(tmp_path, row)
+    (record,) = loaded(tmp_path, row, columns={"context": "input"})
+    assert record.problem == "Ann did.\n\nWho?"
+    (record,) = loaded(tmp_path, row, columns={"input": ""})
+    assert record.problem == "Who?"
+    (record,) = loaded(tmp_path, {**row, "question": "Who did in 'Ann did.'?"})
+    assert record.problem == "Who did in 'Ann did.'?"
 
 
 def test_a_question_that_shows_its_passage_is_not_given_it_twice(tmp_path: Path) -> None:

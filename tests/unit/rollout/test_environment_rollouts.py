@@ -155,6 +155,15 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptu
     assert len(caplog.records) == 1
 
 
+def test_an_answer_of_nothing_gets_the_least_reward() -> None:
+    """A confidence alone is nothing to an environment. It stays, so that it is learned from."""
+    path = f"{SUMS}?kind=turns&size=1&weights=[1,-0.5]&range=-0.5..1"
+    with rollout(path, lambda text: "<conf> Confidence: 0.9") as (made, prompts):
+        (one,) = sampled(made, prompts).values()
+    assert one.failure is None
+    assert one.verdict == {"score": 0.0, "reward": -0.5, "no_answer": 1.0}
+
+
 def test_a_session_whose_budget_is_used_up_has_failed() -> None:
     """With a verdict if the environment gives one all the same, as it does for a text that has
     become too long; without one where the calls are used up.

@@ -353,6 +353,43 @@ def test_budgets_end_in_400() -> None:
         long.plan(AskedCall(messages=read_messages([{"role": "user", "content": "x" * 40}])))
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [[QUESTION] * 8001, [{"role": "user", "content": "x" * 8000 * 64}]],
+    ids=["more messages than tokens", "more text than the longest tokens hold"],
+)
+def test_what_cannot_fit_is_refused_before_it_is_written(
+    messages: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat of twenty thousand messages held up every session for minutes."""
+    one = session(CHATML)
+
+    def written(*_: Any, **__: Any) -> str:
+        raise AssertionError("the template has written it")
+
+    monkeypatch.setattr(ChatTokens, "_written", written)
+    with pytest.raises(CallRefused) as refused:
+        one.plan(AskedCall(messages=read_messages(messages)))
+    assert refused.value.code == "context_length_exceeded"
+    assert one.is_out_of_budget
+
+
+def test_a_message_that_the_template_leaves_out_is_refused_wherever_it_stands() -> None:
+    """Between others that it writes, also where it writes the system first."""
+    system_first = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}"
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+    )
+    one = session(system_first)
+    system = {"role": "system", "content": "Be brief."}
+    one.plan(AskedCall(messages=read_messages([QUESTION, system, QUESTION])))
+    lost = {"role": "tool", "content": "42", "tool_call_id": "c"}
+    for messages in ([lost, QUESTION], [QUESTION, lost, QUESTION], [QUESTION, lost]):
+        with pytest.raises(CallRefused) as refused:
+            one.plan(AskedCall(messages=read_messages(messages)))
+        assert "role tool" in str(refused.value)
+
+
 def test_calls_beside_each_other_cannot_take_more_than_the_session_has() -> None:
     one = session(CHATML, response_tokens=8)
     planned = [one.plan(AskedCall(messages=read_messages([QUESTION]))) for _ in range(3)]
@@ -474,6 +511,8 @@ def test_thinking_that_does_not_end_and_a_full_session_are_not_asked() -> None:
         [],
         [3],
         [{"role": "nobody", "content": "x"}],
+        [{"role": ["user"], "content": "x"}],
+        [{"role": {}, "content": "x"}],
         [{"role": "user", "content": 3}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}],

@@ -67,6 +67,10 @@ class JudgeRubric(Rubric):
     pass
 
 
+class EmptyModelResponseError(Exception):
+    pass
+
+
 class MultiTurnEnv:
     message_type = "chat"
     max_turns = 10
@@ -104,7 +108,11 @@ class MultiTurnEnv:
                 if "context length" not in str(error):
                     state["error"] = error
                 break
-            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            message = reply.choices[0].message
+            if not message.content and not message.tool_calls:
+                state["error"] = EmptyModelResponseError("no content and no calls")
+                break
+            messages.append(message.model_dump(exclude_none=True))
             more = await self.env_response(messages, state)
             if not more:
                 break
