@@ -62,13 +62,13 @@ def measurements() -> Iterator[Measurement]:
 def simulated(lengths: list[int]) -> Iterator[Measurement]:
     from megatron_dcpo.config import load_config
     from megatron_dcpo.planning.machine import Machine, Rates
-    from megatron_dcpo.planning.simulate import Environment, scenarios
+    from megatron_dcpo.planning.simulate import Assumptions, scenarios
 
     before, after = scenarios(
         load_config(CONFIG, [f"model.path={MODEL}"]),
         Machine(gpus=8),
         Rates(),
-        Environment(),
+        Assumptions(),
         lengths,
     )[:2]
     raw = {

@@ -236,7 +236,8 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
                 raise job.exception()
         line = "   ".join(f"{method} {_progress(out / method)}" for method in methods)
         if line != shown and (console.is_terminal or time.monotonic() - said > 30):
-            console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
+            end = "\r" if console.is_terminal else "\n"
+            console.print(line, end=end, highlight=False, soft_wrap=not console.is_terminal)
             shown, said = line, time.monotonic()
     for job in jobs:
         job.result()

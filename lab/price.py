@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lab.fitted import Fit, Records, Run, logistic, lookup
-from lab.results import Interval, interval, read_archive, write_json
+from lab.results import Interval, crossed, interval, read_archive, write_json
 from lab.testgrid import DRAWS, Lab
 from lab.testtables import TITLES, difference, load, scores, table
 from megatron_dcpo.calibration import auroc_within, brier
@@ -27,6 +27,7 @@ STEPS = 200
 SHOWN = ("accuracy", "pass_at_8", "ece", "brier", "auroc")
 AGAINST: Mapping[str, Fit] = MappingProxyType({"logistic": logistic, "lookup": lookup})
 MARGIN = 0.5  # points of accuracy: a method whose interval stays above -MARGIN is not inferior
+FEWER = 0.02  # a run with more than this share of informative groups less than its pair is named
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,52 @@ def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
                 for value in ("accuracy, points", "pass@8, points")
             },
         }
+    if study is REPLICATION:
+        result["secondary"] = secondary(runs, result, archive.with_name(FIRST.records))
     write_json(out / f"{study.name}.json", result)
     (out / f"{study.name}_tables.md").write_text(_markdown(study, result))
     return result
+
+
+def secondary(
+    runs: Mapping[int, Run], result: Mapping[str, Any], first: Path
+) -> dict[str, dict[str, Any]]:
+    """Return what the replication's design asks for besides: the price with problems as a second
+    random effect, without pairs of which DCPO-proper had fewer informative groups, and pooled with
+    the ``first`` study's records, if they are there. Each has its ``points``, one per pretraining,
+    and its ``interval``.
+    """
+    (method,) = REPLICATION.methods
+    start = REPLICATION.start
+    pairs = [n for n, run in runs.items() if method in run and start in run]
+    by_problem = np.array(
+        [difference(runs[n][method], runs[n][start], "accuracy, points") for n in pairs]
+    )
+    points = by_problem.mean(axis=1)
+    found = {"problems as a second random effect": _with(points, crossed(by_problem))}
+    groups = dict(
+        zip(result[method]["pretrainings"], result[method]["informative_groups"], strict=True)
+    )
+    of_start = dict(
+        zip(result[start]["pretrainings"], result[start]["informative_groups"], strict=True)
+    )
+    equal = [groups[n] >= (1 - FEWER) * of_start[n] for n in pairs]
+    if not all(equal):
+        found["pairs of equal informative groups"] = _with(points[equal], interval(points[equal]))
+    if first.is_file():
+        earlier = {n: run for (_, n, seed), run in sorted(load(first).items()) if seed == 1}
+        proper, grpo = FIRST.methods[0], FIRST.start
+        more = [
+            float(difference(run[proper], run[grpo], "accuracy, points").mean())
+            for run in earlier.values()
+        ]
+        both = np.array([*more, *points])
+        found["both studies"] = _with(both, interval(both))
+    return found
+
+
+def _with(points: np.ndarray, gap: Interval) -> dict[str, Any]:
+    return {"points": points.tolist(), "interval": [gap.mean, gap.low, gap.high]}
 
 
 def fitted(run: Run, fit: Fit) -> Records:
@@ -152,7 +196,8 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
     lines = [
         f"# Tables: {study.title}",
         "",
-        f"By `python -m lab price` from `{study.records}`; the design is in [{page}]({page}).",
+        f"By `python -m lab price` from `{study.records}`; the design is in",
+        f"[{page}]({page}).",
         "",
     ]
     columns = (
@@ -173,6 +218,16 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
     lines += table("Mean over the n pretrainings.", ("n", *columns), rows)
     lines += _fitted_rows(study, result)
     lines += _prices(study, result)
+    if "secondary" in result:
+        rows = []
+        for name, found in result["secondary"].items():
+            gap = Interval(*found["interval"])
+            rows.append((name, str(len(found["points"])), gap.shown(2), verdict(gap)))
+        lines += table(
+            "The same difference of accuracies, in other ways:",
+            ("n", "accuracy, points", "verdict"),
+            rows,
+        )
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from scipy import stats
 
 from megatron_dcpo.calibration import json_ready
+from megatron_dcpo.runtime.files import write_atomically
 
 DIGITS = 6  # significant digits kept of every published number
 
@@ -29,12 +30,16 @@ def read_archive(path: Path) -> dict[str, bytes]:
 
 
 def write_archive(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write a ``tar.xz``; the same files give the same bytes."""
-    with tarfile.open(path, "w:xz", preset=9) as tar:
+    """Write a ``tar.xz``; the same files give the same bytes. Whoever reads or writes it meanwhile
+    has a whole one.
+    """
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:xz", preset=9) as tar:
         for name in sorted(files):
             info = tarfile.TarInfo(name)
             info.size = len(files[name])
             tar.addfile(info, io.BytesIO(files[name]))
+    write_atomically(path, whole.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:

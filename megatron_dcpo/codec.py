@@ -55,6 +55,7 @@ NOT_IN_FILES: Mapping[type, Mapping[str, object]] = MappingProxyType(
             "token_ends": None,
             "experts": None,
             "loss_mask": None,
+            "context_ids": None,
             "holder": None,
         },
     }

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,8 @@ BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
 VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
 REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
+# as rollout.agent: the environment of a problem makes the responses to it
+OWN_ROLLOUT = "environment"
 # open the path of an environment of verifiers or NeMo Gym
 ENVIRONMENTS = ("verifiers:", "nemo_gym:")
 # problems that are made or brought by a library, with scores of their own
@@ -134,6 +136,21 @@ class Response:
     # what a server said that refused this prompt (a content filter, its context length); the text
     # is then empty
     refusal: str | None = None
+    # A response in several segments (docs/agents.md#segments): where each begins, and how many
+    # tokens of context stand before it instead of the prompt and what was said. Nothing: one
+    # segment, behind the prompt.
+    contexts: tuple[tuple[Count, Count], ...] = ()
+    # int64 [C], the tokens of all contexts, one after another
+    context_ids: np.ndarray | None = None
+    # the first token of the last answer, which is judged; what is before it only reasons
+    answer_from: Count = 0
+    # what an agent or its environment says that the response is worth: a ``score`` in [0, 1], and
+    # numbers that are logged; None: the judge says it
+    verdict: Mapping[str, Any] | None = None
+    # what was counted in the session of an agent, for the metrics
+    counted: Mapping[str, float] | None = None
+    # why the session of an agent gave no response; without tokens, it is left out of its group
+    failure: str | None = None
 
     @property
     def key(self) -> ResponseKey:
@@ -188,6 +205,15 @@ class Judgement:
         return self.correct if self.score is None else self.score
 
 
+class TokenSequence(NamedTuple):
+    """A sequence of the forward pass: its tokens ``input_ids``, int64 [S], and the ``places`` whose
+    logits score its response tokens, int64: the one before each.
+    """
+
+    input_ids: np.ndarray
+    places: np.ndarray
+
+
 @dataclass(frozen=True)
 class TrainingSample:
     """One judged response on its way to the loss. Each stage returns a copy with its fields filled.
@@ -224,24 +250,63 @@ class TrainingSample:
     @property
     def length(self) -> int:
         """Return the number of tokens of the forward pass."""
+        contexts = self.response.contexts
+        if contexts:
+            return len(self.response_ids) + sum(count for _, count in contexts)
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def input_ids(self) -> np.ndarray:
-        """Return the tokens of the forward pass, int64 [P + T]."""
+        """Return prompt and response, int64 [P + T]: the tokens of the forward pass if the response
+        has one segment.
+        """
         import numpy as np
 
         return np.concatenate([self.prompt_ids, self.response_ids])
 
     @property
     def places(self) -> np.ndarray:
-        """Return the position of the input whose logits score each response token, int64 [T]: the
-        one before it.
+        """Return the position of :attr:`input_ids` whose logits score each response token, int64
+        [T]: the one before it.
         """
         import numpy as np
 
         first = len(self.prompt_ids) - 1
         return np.arange(first, first + len(self.response_ids))
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Return the sequences of the forward pass: one for each segment of the response, in the
+        order of its tokens.
+        """
+        import numpy as np
+
+        response = self.response
+        if not response.contexts:
+            return (TokenSequence(self.input_ids, self.places),)
+        assert response.context_ids is not None
+        sequences = []
+        begun = 0  # of the tokens of contexts
+        stops = [start for start, _ in response.contexts[1:]] + [len(response.token_ids)]
+        for (start, count), stop in zip(response.contexts, stops, strict=True):
+            context = response.context_ids[begun : begun + count]
+            begun += count
+            input_ids = np.concatenate([context, response.token_ids[start:stop]])
+            sequences.append(TokenSequence(input_ids, np.arange(count - 1, len(input_ids) - 1)))
+        return tuple(sequences)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Return the number of tokens of each of the :attr:`sequences`, which are known on ranks
+        without the tokens too.
+        """
+        contexts = self.response.contexts
+        if not contexts:
+            return (self.length,)
+        stops = [start for start, _ in contexts[1:]] + [len(self.response_ids)]
+        return tuple(
+            count + stop - start for (start, count), stop in zip(contexts, stops, strict=True)
+        )
 
 
 @dataclass(frozen=True)

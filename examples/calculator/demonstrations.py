@@ -18,7 +18,7 @@ import random
 import sys
 from pathlib import Path
 
-from rollout import ERROR, call_for, shown_for
+from agent import ERROR, call_for, shown_for
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
 sys.path.insert(0, str(QUICKSTART))

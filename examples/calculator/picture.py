@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
+from agent import CLOSES, ERROR, OPENS
 from matplotlib import pyplot
-from rollout import CLOSES, ERROR, OPENS
 
 WINDOW = 10  # steps in a point of the left panel
 LAST = 50  # steps in the right panel
@@ -34,12 +35,20 @@ class Logged:
 
 
 def main() -> None:
+    """Draw the responses whose calls are written as the calculator's."""
+    draw(kind_of)
+
+
+def draw(kind_of: Callable[[str], str]) -> None:
+    """Draw the run that the command line names; ``kind_of`` says which of :data:`KINDS` a text
+    is.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
     args = parser.parse_args()
-    responses = read(args.run)
+    responses = read(args.run, kind_of)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
     draw_calls(left, responses)
     draw_confidences(right, responses)
@@ -48,7 +57,7 @@ def main() -> None:
     print(args.run / "calculator.png")
 
 
-def read(run: Path) -> list[Logged]:
+def read(run: Path, kind_of: Callable[[str], str]) -> list[Logged]:
     responses = []
     for path in sorted((run / "samples").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():

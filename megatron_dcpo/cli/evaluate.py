@@ -71,6 +71,8 @@ SHORTHANDS: Mapping[str, str] = {
     "untested": "data.untested",
     "batch_size": "rollout.max_num_seqs",
     "engine": "rollout.engine",
+    "agent": "rollout.agent",
+    "command": "rollout.command",
     "marker": "judging.marker",
     "verifier": "judging.verifier",
     "threshold": "judging.threshold",
@@ -247,6 +249,16 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
         choices=["auto", "float32", "bfloat16"],
         type=str,
         help="element type of --model (default auto: bfloat16 on a GPU, otherwise float32)",
+    )
+    sampling.add_argument(
+        "--agent",
+        metavar="FILE:NAME",
+        help="with --model: an agent that makes the responses, my_agent.py:run (docs/agents.md)",
+    )
+    sampling.add_argument(
+        "--command",
+        metavar="PROGRAM",
+        help="with --model: a program that is an agent",
     )
     sampling.add_argument(
         "--engine",

@@ -92,6 +92,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="responses judged at a time (default 16)",
     )
     parser.add_argument(
+        "--fastest",
+        action="store_true",
+        help="the fastest layouts that fit, and the options that make them",
+    )
+    parser.add_argument(
         "--reshard",
         action="store_true",
         help="print only the copy plan of a weight synchronization",
@@ -140,32 +145,42 @@ def run(args: argparse.Namespace) -> int:
             engine_gpus=args.engine_gpus,
         )
         rates = Rates(
-            args.peak_tflops,
-            args.mfu,
-            args.hbm_gbps,
-            args.nvlink_gbps,
-            args.link_gbps,
-            args.gpus_per_node,
+            peak_tflops=args.peak_tflops,
+            mfu=args.mfu,
+            hbm_gbps=args.hbm_gbps,
+            nvlink_gbps=args.nvlink_gbps,
+            link_gbps=args.link_gbps,
+            gpus_per_node=args.gpus_per_node,
         )
     if args.simulate:
         from megatron_dcpo.planning.simulate import (
-            Environment,
+            Assumptions,
             read_lengths,
             scenario_facts,
             scenario_lines,
             scenarios,
         )
 
-        environment = Environment(args.judge_seconds, args.judges_per_node)
+        assumed = Assumptions(args.judge_seconds, args.judges_per_node)
         lengths = read_lengths(args.lengths) if args.lengths else ()
-        simulated = scenarios(config, machine, rates, environment, lengths)
+        simulated = scenarios(config, machine, rates, assumed, lengths)
         if args.json:
             print(json.dumps(scenario_facts(simulated)))
         else:
-            lines = scenario_lines(simulated, rates, environment, args.lengths)
+            lines = scenario_lines(simulated, rates, assumed, args.lengths)
             print("\n".join(lines))
         return 0
     plan = make_plan(config, machine, rates)
+    if args.fastest:
+        from megatron_dcpo.planning.fastest import fastest, fastest_lines
+
+        alternatives = fastest(config, machine, rates)
+        if args.json:
+            found = [{"options": one.options, **as_dict(one.plan)} for one in alternatives]
+            print(json.dumps(found))
+        else:
+            print("\n".join(fastest_lines(alternatives, plan)))
+        return 0 if alternatives else EXIT_DOES_NOT_FIT
     if args.json:
         print(json.dumps(as_dict(plan)))
     else:

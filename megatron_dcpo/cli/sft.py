@@ -47,19 +47,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _described(config: SupervisedConfig) -> dict[str, Any]:
     """Return what a run would train on."""
-    from megatron_dcpo.rollout import load_tokenizer
-    from megatron_dcpo.training.preflight import check_run_dir
-    from megatron_dcpo.training.provenance import with_model_here
-    from megatron_dcpo.training.supervised import read_inputs, with_steps
+    from megatron_dcpo.training.dry_run import describe_weights
+    from megatron_dcpo.training.provenance import check_run_dir, with_model_here
+    from megatron_dcpo.training.supervised import read_inputs, read_model, with_steps
 
     config = with_model_here(config, weights=False)
     inputs = read_inputs(config)
-    check_run_dir(config)
     samples = [example.samples()[0] for example in inputs.examples]
     lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
-    tokenizer = load_tokenizer(config.model.path)
+    check_run_dir(config.run_dir, config.training.resume)
+    tokenizer, arch = read_model(config)
     return {
+        "model": f"{arch.name}{describe_weights(config.model.path, arch)}",
         "demonstrations": len(lengths),
         "held_out": len(inputs.held_out),
         "steps": steps,

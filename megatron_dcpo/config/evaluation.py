@@ -23,8 +23,8 @@ from megatron_dcpo.config import (
     read_file,
     section_fields,
 )
-from megatron_dcpo.config.evaluation_sections import EvaluateConfig
-from megatron_dcpo.config.rules import check_evaluation
+from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfig
+from megatron_dcpo.config.rules import AGENT_OPTIONS, check_evaluation
 from megatron_dcpo.config.sections import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import hub
@@ -85,6 +85,10 @@ def values_as_trained(path: str, server: bool) -> Values:
         "data": data,
         "rollout": {"max_response_length": run.rollout.max_response_length},
     }
+    if run.rollout.runs_agents and not server:
+        agents = ("agent", "command", *AGENT_OPTIONS)
+        known = section_fields(EngineConfig)
+        values["rollout"] |= {n: getattr(run.rollout, n) for n in agents if n in known}
     if server:
         launches = read_launches(Path(path).parent)
         values["endpoint"] = {"tokenizer": hub.recorded_name(run.model.path, launches)}

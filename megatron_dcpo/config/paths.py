@@ -4,6 +4,7 @@ rule).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def _import_path(text: str, folder: Path) -> str:
     return f"{beside(module_path, folder)}:{name}" if module_path.endswith(".py") else text
 
 
+def _command(text: str, folder: Path) -> str:
+    """Return a command whose words that name files beside the configuration are their paths."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # it is refused where it is read
+        return text
+    return shlex.join(beside(word, folder) for word in words)
+
+
 def _benchmarks(text: str, folder: Path) -> str:
     named = [part.partition("=") for part in text.split(",")]
     return ",".join(f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named)
@@ -80,6 +90,8 @@ _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("data", "template"): _function,
     ("judging", "verifier"): _verifier,
     ("rollout", "function"): _function,
+    ("rollout", "agent"): _function,
+    ("rollout", "command"): _each(_command),
     ("objective", "name"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
     ("evaluation", "path"): _path,

@@ -17,15 +17,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args
 
-from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
-from megatron_dcpo.config.sections import Config, JudgingConfig, RunConfig, SampledProblemsConfig
+from megatron_dcpo.config.sections import (
+    Config,
+    JudgingConfig,
+    RolloutConfig,
+    RunConfig,
+    SampledProblemsConfig,
+)
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
 
 Problem = str | None  # what is wrong, and what to do about it
+# options that only rollouts of agents read
+AGENT_OPTIONS = (
+    *("agent_sessions", "agent_seconds", "agent_memory_mb", "agent_calls"),
+    *("asks_confidence", "max_error_rate"),
+)
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
 
 
@@ -540,6 +551,61 @@ def a_rollout_of_ones_own_is_not_continued(config: Config) -> Problem:
 
 
 @rule("train")
+def one_thing_makes_the_responses(config: Config) -> Problem:
+    rollout = config.rollout
+    named = [name for name in ("function", "agent", "command") if getattr(rollout, name)]
+    if len(named) > 1:
+        return f"rollout.{named[0]} and rollout.{named[1]} both make the responses; remove one"
+    return None
+
+
+@rule("train")
+def options_of_agents_need_an_agent(config: Config) -> Problem:
+    rollout = config.rollout
+    if rollout.runs_agents:
+        return None
+    defaults = RolloutConfig()
+    for name in AGENT_OPTIONS:
+        if getattr(rollout, name) != getattr(defaults, name):
+            return f"rollout.{name} has no effect without rollout.agent or rollout.command"
+    return None
+
+
+@rule("train")
+def agents_ask_an_engine_of_one_rank(config: Config) -> Problem:
+    rollout = config.rollout
+    if rollout.runs_agents and rollout.ranks_of_an_engine > 1:
+        return (
+            "rollout.agent and rollout.command need rollout.tensor_model_parallel_size=1, because "
+            "the ranks of an engine would have to take each call together; or take "
+            "rollout.engine=server"
+        )
+    return None
+
+
+@rule("train")
+def sessions_of_agents_are_not_continued(config: Config) -> Problem:
+    rollout = config.rollout
+    if rollout.runs_agents and rollout.max_staleness:
+        return (
+            f"rollout.max_staleness={rollout.max_staleness} does not go with rollout.agent and "
+            "rollout.command, whose sessions cannot be continued; remove one of them"
+        )
+    return None
+
+
+@rule("train")
+def sessions_of_agents_have_no_routing_replay(config: Config) -> Problem:
+    rollout = config.rollout
+    if rollout.runs_agents and rollout.routing_replay:
+        return (
+            "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
+            "chose experts for tokens that were not sampled; remove one of them"
+        )
+    return None
+
+
+@rule("train")
 def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.function and rollout.routing_replay:
@@ -983,6 +1049,41 @@ def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
 def a_model_or_a_server_is_evaluated(config: EvaluateConfig) -> Problem:
     if config.model.path and config.endpoint.url:
         return "model.path and endpoint.url: evaluate one of them; remove the other"
+    return None
+
+
+@rule("evaluate")
+def agents_need_a_model_in_this_process(config: EvaluateConfig) -> Problem:
+    rollout = config.rollout
+    if rollout.agent and rollout.command:
+        return "rollout.agent and rollout.command both make the responses; remove one"
+    if rollout.runs_agents:
+        if config.endpoint.url:
+            return (
+                "rollout.agent and rollout.command (--agent, --command) make responses with a "
+                "model in this process; name it as model.path (--model)"
+            )
+        return None
+    defaults = EngineConfig()
+    for name in AGENT_OPTIONS:
+        if getattr(rollout, name, None) != getattr(defaults, name, None):
+            return f"rollout.{name} has no effect without rollout.agent or rollout.command"
+    return None
+
+
+@rule("evaluate")
+def of_agents_only_the_sampled_log_probs_are_kept(config: EvaluateConfig) -> Problem:
+    options = config.evaluation
+    if not config.rollout.runs_agents:
+        return None
+    for name in ("features", "keep"):
+        if getattr(options, name) not in (False, "nothing"):
+            return f"evaluation.{name} does not go with rollout.agent or rollout.command; remove it"
+    if "token_entropy" in options.confidence:
+        return (
+            "evaluation.confidence=token_entropy does not go with rollout.agent or "
+            "rollout.command; remove it"
+        )
     return None
 
 

@@ -211,6 +211,27 @@ class RolloutConfig:
     """Function of yours that makes the responses, my_rollout.py:rollout, for several turns and
     tools (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling.
     """
+    agent: str = ""
+    """Function of yours that is an agent, my_agent.py:run: it gets a problem and an OpenAI client
+    of the policy, and may give a verdict (docs/agents.md); or environment: those of data.path make
+    their own rollouts, of several turns and with tools (docs/environments.md).
+    """
+    command: str = ""
+    """Program that is an agent: it finds the policy at OPENAI_BASE_URL and the problem on its
+    standard input (docs/agents.md).
+    """
+    agent_sessions: Positive = 64
+    """Agents that run at once beside an engine, each in a process of its own."""
+    agent_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds of a session, the policy's answers included, before its agent is ended."""
+    agent_memory_mb: Annotated[int, Field(ge=64)] = 2048
+    """MiB of memory of an agent's process."""
+    agent_calls: Positive = 64
+    """Calls of a session; the next one is refused."""
+    asks_confidence: bool = True
+    """At the end of a session, ask the policy for the confidence that it has not stated."""
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of a step's sessions that may fail before the run ends."""
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
     """What samples: vLLM if it can run the model on a GPU, else transformers (auto); server is
     vLLM at endpoint.
@@ -273,6 +294,11 @@ class RolloutConfig:
     """Generate the next batch while this one trains, with weights that are N updates older
     (0: one after the other); needs engine=server.
     """
+
+    @property
+    def runs_agents(self) -> bool:
+        """Return whether agents make the responses."""
+        return bool(self.agent or self.command)
 
     @property
     def ranks_of_an_engine(self) -> int:

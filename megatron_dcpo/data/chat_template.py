@@ -35,13 +35,19 @@ _OPENINGS = (
     ),
     *("<|user|>", "<|system|>", "<|start|>", "<<SYS>>", "<|startoftext|>"),
 )
-# ends of turns in templates of any model, with which no answer ends
-ENDS = (
+# ends of turns in models' templates, with which no answer ends
+END_TOKENS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>"),
-    *("</s>", "<｜end▁of▁sentence｜>", "<|end|>", "<|user|>", "<|return|>"),
+    *("</s>", "<｜end▁of▁sentence｜>", "<|end|>", "<|user|>", "<|return|>", "<|eom_id|>"),
 )
 _IS_MARKUP = re.compile(r"[<\[|#]")
 _RAW = "data.template=raw takes a prompt as it is"
+# what opens and ends the thinking: Qwen3, DeepSeek-R1 and GLM-4.5; Magistral; Seed-OSS
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 
 
 class PromptError(UserError):
@@ -256,7 +262,7 @@ def markup_in(
 
 def foreign_end(text: str) -> str | None:
     """Return the end token of another model with which a response ends, None if there is none."""
-    return next((end for end in ENDS if text.rstrip().endswith(end)), None)
+    return next((end for end in END_TOKENS if text.rstrip().endswith(end)), None)
 
 
 def _markup_of(tokenizer: PreTrainedTokenizerBase) -> Markup:
@@ -362,6 +368,25 @@ def split_end(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> t
     if chat or not isinstance(own, int):
         return text, ends[0]
     return text, own if last is None else last
+
+
+def opened_in_prompt(prompt: str, response: str) -> int:
+    """Return how many characters of a response the end of its prompt already has: the opening of
+    the thinking, which DeepSeek-R1's template writes. Raises :class:`PromptError` if the prompt has
+    ended the thinking and the response thinks again.
+    """
+    before = prompt.rstrip()
+    for opening, end in THINKING:
+        if before.endswith(end) and end in response:
+            raise PromptError(
+                f"the response thinks (it holds {end}), and the prompt has ended the thinking; "
+                "data.thinking=on (or auto) makes prompts whose answer begins with thinking"
+            )
+        behind = response.lstrip().removeprefix(opening)
+        if before.endswith(opening) and behind != response.lstrip():
+            behind = behind.removeprefix(prompt[len(before) :])
+            return len(response) - len(behind)
+    return 0
 
 
 def written_answer(

@@ -29,6 +29,7 @@ from megatron_dcpo.data.chat_template import (
     ChatSwitches,
     foreign_end,
     markup_in,
+    opened_in_prompt,
     split_end,
     written_answer,
 )
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# the last tokens of a prompt, which may open the thinking or end it
+_PROMPT_TOKENS = 32
 _EARLIER_TURNS = (
     "chats have earlier turns of the assistant, which belong to the prompt: only the last turn is "
     "trained"
@@ -166,10 +169,14 @@ def _tokenized(
         messages = _messages_as_sent(conversation.messages, options)
         prompt_ids = prompts.encode(tokenizer, messages, options.template, switches)
         text, end_token = _response(conversation, messages, tokenizer, options.template, switches)
+        first = 0
+        if conversation.answer is None and prompts.find_template(options.template).chat:
+            end_of_prompt = tokenizer.decode(prompt_ids[-_PROMPT_TOKENS:])
+            first = opened_in_prompt(str(end_of_prompt), text)
     except prompts.PromptError as error:
         raise UserError(f"{path}: row {number}: {error}") from error
-    ids, starts = _with_starts(tokenizer, text)
-    weights = [_weight_at(conversation, start) for start in starts]
+    ids, starts = _with_starts(tokenizer, text[first:])
+    weights = [_weight_at(conversation, first + start) for start in starts]
     # the end token counts as much as what it follows
     response_ids = np.array([*ids, end_token], np.int64)
     task = task_name(path)

@@ -1,4 +1,4 @@
-"""Environments of one turn that others wrote, as data: ``verifiers:ENV`` of PrimeIntellect's
+"""Environments that others wrote, as data: ``verifiers:ENV`` of PrimeIntellect's
 verifiers and ``nemo_gym:SERVER`` of NVIDIA's NeMo Gym, with options as
 ``verifiers:my-env?python=venv/bin/python&size=100``.
 
@@ -18,14 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_dcpo.data.gym import query_of
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.types import ENVIRONMENTS, HASH_SEED
+from megatron_dcpo.types import ENVIRONMENTS, HASH_SEED, OWN_ROLLOUT
 
 GUEST = Path(__file__).resolve().with_name("environment_guest")
 # column of a row: the path of its environment, and the input of its scores
@@ -33,6 +33,11 @@ COLUMN = "environment"
 _NUMBER = r"(-?[0-9]+(?:\.[0-9]+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _START = "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
+# runs a file as a program that imports the guest's modules, and none of its own directory
+RUNS_FILE = (
+    "import runpy, sys; sys.path.append(sys.argv.pop(1)); del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,40 @@ def environment_rows(path: str, held_out: bool = False) -> list[dict[str, Any]]:
         row["problem"] = found["messages"]
         row["answer"] = str(found["answer"])
         row[COLUMN] = {"path": path, "input": found["input"]}
+        if found["more_than_one_turn"]:
+            row[COLUMN]["more_than_one_turn"] = found["more_than_one_turn"]
         rows.append(row)
     return rows
+
+
+def environment_of(row: Mapping[str, Any] | None) -> str:
+    """Return the path of the environment that a row's problem is of, "" if it is of none."""
+    return str(((row or {}).get(COLUMN) or {}).get("path", ""))
+
+
+def check_rollouts(
+    rows: Iterable[Mapping[str, Any] | None], agent: str, template: str, source: str
+) -> None:
+    """Raise :class:`UserError` if the problems of ``rows`` are of an environment whose rewards need
+    more than one answer, and ``rollout.agent`` does not say that it makes its own rollouts; or if
+    it does, and a ``template`` would add to prompts that are the environment's.
+    """
+    for row in rows:
+        found = (row or {}).get(COLUMN)
+        if not found:
+            continue
+        more = found.get("more_than_one_turn", "")
+        if more and agent != OWN_ROLLOUT:
+            raise UserError(
+                f"{source}: {more}; set rollout.agent={OWN_ROLLOUT} (--agent {OWN_ROLLOUT}), with "
+                "which an environment makes its own rollouts (docs/environments.md)"
+            )
+        if agent == OWN_ROLLOUT and template != "chat":
+            raise UserError(
+                f"{source}: rollout.agent={OWN_ROLLOUT} asks what the environment asks, by the "
+                f"chat template of the policy; data.template={template} would change nothing: set "
+                "it to chat, also as the template of this source alone"
+            )
 
 
 def environment_digest(path: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.data import render_prompts
 from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.data.environments import check_rollouts
 from megatron_dcpo.evaluation.best_step import check_keep_best
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.kinds import check_kinds
@@ -123,11 +124,14 @@ def load_held_out(
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:
+        template = one.template or config.data.template
+        rows = [record.row for record in one.benchmark.records]
+        check_rollouts(rows, config.rollout.agent, template, one.benchmark.source)
         rendered = render_prompts(
             one.benchmark.records,
             tokenizer,
             PromptOptions(
-                template=one.template or config.data.template,
+                template=template,
                 limit=options.limit or None,
                 marker=config.judging.marker,
                 thinking=config.data.thinking,

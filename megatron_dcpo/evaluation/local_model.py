@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,18 +14,22 @@ from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.before_number import RenderedAs
-from megatron_dcpo.evaluation.evaluate import respond_at_once
+from megatron_dcpo.evaluation.evaluate import Stream, respond_at_once
 from megatron_dcpo.evaluation.problems import Problems
 from megatron_dcpo.evaluation.responders import Responder, as_token_ids, model_name, sampling_of
 from megatron_dcpo.evaluation.samples import Sample, date_of
 from megatron_dcpo.evaluation.states import keep_states
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, options_of
+from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.engine import Engine, check_sampled_model, choose_engine
+from megatron_dcpo.rollout.sampling import Samples
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.types import Response
 from megatron_dcpo.weights import adapter_shape
 from megatron_dcpo.weights.peft_adapter import merged_tensors
 
@@ -51,10 +57,8 @@ def sample_model(
     check_thinking(config.data.thinking, tokens.thinking, path)
     check_vocabulary(path, tokens, vocab_size)
     render = partial(as_token_ids, config, tokenizer, date)
-    longest = 0
-    for one in problems:
-        for prompt in render(one):
-            longest = max(longest, len(prompt.token_ids))
+    prompts = [prompt for one in problems for prompt in render(one)]
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     on_gpu = capabilities().separate_memory
     many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
     options = VllmOptions(
@@ -68,10 +72,46 @@ def sample_model(
     )
     engine = rollout.build_local_engine(config.rollout.engine, path, options)
     _add_adapter(engine, config)
-    stream = partial(engine.stream, sampling=sampling_of(config))
+    stream: Stream = partial(engine.stream, sampling=sampling_of(config))
+    if config.rollout.runs_agents:
+        chat = ChatTokens(
+            tokenizer=tokenizer,
+            tokens=tokens,
+            eos_ids=tuple(engine.eos_token_ids),
+            thinking=config.data.thinking,
+            date=date,
+        )
+        agents = options_of(
+            config.rollout,
+            sequence_tokens=longest + config.max_tokens,
+            marker=config.judging.marker,
+            prompts=prompts,
+        )
+        stream = _agents(config, engine, chat, agents)
     return Responder(
         model_name(config), tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
     )
+
+
+def _agents(
+    config: EvaluateConfig, engine: Engine, chat: ChatTokens, options: AgentOptions
+) -> Stream:
+    """Return what runs the agents of an evaluation. A session that fails is a problem that was
+    refused: the same command tries it again.
+    """
+    agents = AgentRollout(engine, chat, options, model_name(config))
+    atexit.register(agents.close)
+
+    def stream(samples: Samples) -> Iterator[list[Response]]:
+        for together in agents.stream(samples, sampling_of(config)):
+            yield [_refused(one) if one.failure is not None else one for one in together]
+
+    return stream
+
+
+def _refused(response: Response) -> Response:
+    """Return what stands for a session that failed in an evaluation."""
+    return replace(response, refusal=response.failure, text="", failure=None)
 
 
 def with_states_of_model(config: EvaluateConfig, samples: Sequence[Sample]) -> list[Sample]:

@@ -20,6 +20,7 @@ from megatron_dcpo.data.gym import VERIFIER, gym_path, is_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
 from megatron_dcpo.evaluation.programs import same_program
+from megatron_dcpo.judging.function_verifier import with_verdicts
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.questions import check_questions, same_answer, same_choice
@@ -253,6 +254,7 @@ def equivalence(verifier: VerifierChoice) -> Equivalent:
 def judge_of(judging: JudgingConfig, find: FindVerifier, chosen: VerifierChoice) -> TokenJudge:
     """Return the judge of the ``chosen`` verifier."""
     verifier, form = find(chosen)
+    verifier = with_verdicts(verifier, judging)
     return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
 
 

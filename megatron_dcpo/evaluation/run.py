@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data import BENCHMARKS
 from megatron_dcpo.data.benchmarks import parse_specs, path_in
-from megatron_dcpo.data.environments import COLUMN, is_environment
+from megatron_dcpo.data.environments import COLUMN, check_rollouts, is_environment
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
@@ -357,7 +358,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         )
     find_template(config.data.template)
     _check_verifier_is_used(config)
-    return load_problems(
+    loaded = load_problems(
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
@@ -368,6 +369,11 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
             columns=config.data.columns,
         ),
     )
+    for one in loaded:
+        template = one.template or config.data.template
+        rows = [record.row for record in one.benchmark.records]
+        check_rollouts(rows, config.rollout.agent, template, one.benchmark.source)
+    return loaded
 
 
 def _check_verifier_is_used(config: EvaluateConfig) -> None:
@@ -446,6 +452,8 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
         settings["marker"] = judging.marker
     if config.data.thinking != "off":
         settings["thinking"] = config.data.thinking
+    if config.rollout.runs_agents:
+        settings |= _agent_settings(config)
     if reads_rows(judging.verifier):
         settings["verifier"] = as_written(judging.verifier)
         settings["threshold"] = judging.threshold
@@ -457,6 +465,20 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
         settings["sources"] = [_source_settings(source) for source in config.data.sources]
     if config.endpoint.tokenizer:
         settings["tokenizer"] = hub.exact_name(config.endpoint.tokenizer)
+    return settings
+
+
+def _agent_settings(config: EvaluateConfig) -> dict[str, Any]:
+    """Return what decides how agents make the responses. Of a program only the command is known."""
+    rollout = config.rollout
+    settings: dict[str, Any] = {
+        "agent": rollout.agent or rollout.command,
+        "agent_calls": rollout.agent_calls,
+        "asks_confidence": rollout.asks_confidence,
+    }
+    if rollout.agent.partition(":")[0].endswith(".py"):
+        source = Path(rollout.agent.rpartition(":")[0])
+        settings["agent_code"] = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     return settings
 
 

@@ -10,20 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data.environments import COLUMN, GUEST, environment_digest, parse_environment
+from megatron_dcpo.data.environments import (
+    COLUMN,
+    GUEST,
+    RUNS_FILE,
+    environment_digest,
+    parse_environment,
+)
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.function_verifier import lost, outcome_of, warn_once
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 from megatron_dcpo.types import HASH_SEED
 
+_NO_VERDICT = {"score": 0.0}
 _WORKER = Path(__file__).with_name("worker.py")
-# runs ``worker.py`` as a program that imports the guest's modules, and none of its own directory
-_START = (
-    "import runpy, sys; sys.path.append(sys.argv.pop(1)); del sys.argv[0]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 class EnvironmentVerifier:
@@ -45,18 +48,25 @@ class EnvironmentVerifier:
             remember=False,
             beyond_imports=True,
             hash_seed=HASH_SEED,
-            program=(spec.python, "-c", _START, str(GUEST), str(_WORKER)),
+            program=(spec.python, "-c", RUNS_FILE, str(GUEST), str(_WORKER)),
             search_path=spec.search_path,
         )
         self.pool = WorkerPool(work)
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        """Return the outcome of each reasoning block."""
-        requests = []
-        for attempt in attempts:
-            data = (attempt.row or {})[COLUMN]["input"]
-            requests.append((json.dumps([attempt.reasoning, data]),))
-        results = self.pool.verify(requests)
+        """Return the outcome of each reasoning block. A rollout of several turns that comes here
+        has no verdict, because its budget was used up before the environment gave one: it has
+        failed.
+        """
+        results: list[Any] = [_NO_VERDICT] * len(attempts)
+        asked = []
+        for place, attempt in enumerate(attempts):
+            found = (attempt.row or {})[COLUMN]
+            if "more_than_one_turn" not in found:
+                asked.append((place, (json.dumps([attempt.reasoning, found["input"]]),)))
+        scored = self.pool.verify([request for _, request in asked])
+        for (place, _), result in zip(asked, scored, strict=True):
+            results[place] = result
         return [outcome_of(result, self.options, self.warn) for result in results]
 
 

@@ -106,7 +106,7 @@ def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], Non
     if isinstance(result, Mapping) and "error" in result and "score" not in result:
         why: str | None = str(result["error"])
     else:
-        why, logged = _checked(result)
+        why, logged = checked_result(result)
     if why is not None:
         warn(why)
         return Outcome(False, VERIFIER_ERROR, 0.0 if options.graded else None, {})
@@ -119,7 +119,7 @@ def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], Non
     )
 
 
-def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
+def checked_result(result: object) -> tuple[str | None, dict[str, Any]]:
     """Return what is wrong with a result, None if nothing is, and the result as a mapping with a
     finite ``score``.
 
@@ -176,6 +176,25 @@ def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> No
         )
 
 
+def with_verdicts(
+    verifier: Callable[[Sequence[Attempt]], Sequence[Outcome]], options: JudgingConfig
+) -> Callable[[Sequence[Attempt]], Sequence[Outcome]]:
+    """Return a verifier that takes the verdict of an agent or its environment where there is one,
+    by ``judging.threshold`` and ``judging.graded``, and asks ``verifier`` where there is none.
+    """
+
+    def judged(attempts: Sequence[Attempt]) -> Sequence[Outcome]:
+        others = iter(verifier([one for one in attempts if one.verdict is None]))
+        return [
+            next(others)
+            if one.verdict is None
+            else outcome_of(one.verdict, options, logger.warning)
+            for one in attempts
+        ]
+
+    return judged
+
+
 # -------------------------------------------------------------------------- in the worker's process
 
 
@@ -193,7 +212,7 @@ def load(path: str) -> Callable[[str], Any]:
                 result = asyncio.run(_awaited(result))
             if isinstance(result, list) and len(result) == 1:
                 result = result[0]
-            why, result = _checked(result)
+            why, result = checked_result(result)
         except (Exception, SystemExit) as error:
             why = raised(error)
         return result if why is None else {"error": why}

@@ -54,9 +54,11 @@ def judge_many(
     are judged in parallel.
 
     A response with ``text`` is judged by its text, every other one by its token ids, which needs
-    ``tokens`` and ``eos_ids``. The answer is read in the reasoning block only, so that no
-    confidence token can change R, and after the thinking, if the tokenizer of ``tokens`` has a
-    token that ends it. A response that closes with an EOS is finished whatever the engine reports.
+    ``tokens`` and ``eos_ids``. Of a response of several turns the last answer is judged
+    (``Response.answer_from``); what is before it reasons. The answer is read in the reasoning block
+    only, so that no confidence token can change R, and after the thinking, if the tokenizer of
+    ``tokens`` has a token that ends it. A response that closes with an EOS is finished whatever the
+    engine reports.
     """
     splits = []
     attempts = []
@@ -66,7 +68,15 @@ def judge_many(
         splits.append(split)
         reasoning = split.reasoning.decode(errors="replace")
         answer = form.extract(reasoning)
-        attempts.append(Attempt(answer, prompt.ground_truth, reasoning, prompt.row))
+        attempts.append(
+            Attempt(
+                answer=answer,
+                truth=prompt.ground_truth,
+                reasoning=reasoning,
+                row=prompt.row,
+                verdict=response.verdict,
+            )
+        )
     judgements = []
     for response, split, attempt, outcome in zip(
         responses, splits, attempts, verifier(attempts), strict=True
@@ -81,11 +91,11 @@ def judge_many(
                 correct=float(outcome.correct),
                 confidence=parsed.confidence,
                 status=parsed.status,
-                boundary=split.boundary,
+                boundary=_behind(response.answer_from, split.boundary),
                 length=_length(response),
                 stated=parsed.stated,
                 answered=has_answer and form.opener.encode() in split.reasoning,
-                marker_end=split.marker_end,
+                marker_end=_behind(response.answer_from, split.marker_end),
                 answer=attempt.answer,
                 category=outcome.category,
                 score=outcome.score,
@@ -120,11 +130,12 @@ def judge_by_task(
 
 def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
     """Return a copy of the response with its ``text``, decoded byte by byte without the end token;
-    other special tokens stay.
+    other special tokens stay. Of a response of several turns the last answer alone is kept.
 
     ``finish_reason`` becomes ``stop`` if an EOS closes the response, so that the text is judged as
     the ids are.
     """
+    response = _last_answer(response)
     ids = response.token_ids
     ended = len(ids) > 0 and int(ids[-1]) in eos_ids
     pieces = tokens.pieces(ids[: len(ids) - ended])
@@ -141,6 +152,25 @@ def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) 
     )
 
 
+def _last_answer(response: Response) -> Response:
+    """Return a response without the turns before its last answer."""
+    if not response.answer_from and not response.contexts:
+        return response
+    kept = slice(response.answer_from, None)
+    tops = response.top_logprobs
+    mask = response.loss_mask
+    return replace(
+        response,
+        token_ids=response.token_ids[kept],
+        logprobs=response.logprobs[kept],
+        top_logprobs=None if tops is None else tops[kept],
+        loss_mask=None if mask is None else mask[kept],
+        contexts=(),
+        context_ids=None,
+        answer_from=0,
+    )
+
+
 def _split(
     response: Response,
     prompt: Prompt,
@@ -154,7 +184,7 @@ def _split(
     if tokens:
         tags = tokens.thinking
         if tags:
-            before = b"".join(tokens.pieces(prompt.token_ids[-PROMPT_TOKENS:]))
+            before = b"".join(tokens.pieces(_before_answer(response, prompt)[-PROMPT_TOKENS:]))
     find_start = partial(answer_start, tags=tags, prompt=before)
     if response.text is not None:
         return split_text(response.text, marker, form, response.token_ends, find_start)
@@ -162,7 +192,26 @@ def _split(
         raise ValueError(
             f"response to prompt {response.prompt_id!r}: judging token ids needs a vocabulary"
         )
-    return split_blocks(response.token_ids, tokens, eos_ids, marker, form, find_start)
+    answer = response.token_ids[response.answer_from :]
+    return split_blocks(answer, tokens, eos_ids, marker, form, find_start)
+
+
+def _before_answer(response: Response, prompt: Prompt) -> Sequence[int]:
+    """Return the tokens before the last answer, or the end of them: of the prompt if that is all
+    there is.
+    """
+    if not response.answer_from and not response.contexts:
+        return prompt.token_ids
+    if not response.contexts:
+        return [*prompt.token_ids, *response.token_ids[: response.answer_from].tolist()]
+    assert response.context_ids is not None
+    start, count = response.contexts[-1]
+    context = response.context_ids[len(response.context_ids) - count :]
+    return [*context.tolist(), *response.token_ids[start : response.answer_from].tolist()]
+
+
+def _behind(start: int, place: int | None) -> int | None:
+    return None if place is None else start + place
 
 
 def _characters(response: Response, split: Split) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_dcpo.data.chat_template import THINKING
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,11 +27,7 @@ class ThinkingTags(NamedTuple):
     end: bytes
 
 
-KNOWN = (
-    ThinkingTags(b"<think>", b"</think>"),  # Qwen3, DeepSeek-R1, GLM-4.5
-    ThinkingTags(b"[THINK]", b"[/THINK]"),  # Magistral
-    ThinkingTags(b"<seed:think>", b"</seed:think>"),  # Seed-OSS
-)
+KNOWN = tuple(ThinkingTags(opening.encode(), end.encode()) for opening, end in THINKING)
 
 
 def find_tags(added: Collection[str]) -> ThinkingTags | None:

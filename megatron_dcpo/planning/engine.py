@@ -33,6 +33,11 @@ class EngineMemory:
     responses: int
     resident: int
 
+    @property
+    def cached_tokens(self) -> int:
+        """Return the tokens whose keys and values have room; 0 if the engine is not planned."""
+        return self.kv_cache // self.kv_per_token
+
 
 def engine_memory(arch: Architecture, config: Config, machine: Machine) -> EngineMemory:
     """Plan the engine of ``config`` on ``machine``. Raises :class:`UserError` if the number of GPUs

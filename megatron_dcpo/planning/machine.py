@@ -39,9 +39,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the estimate assumes of the machine: dense bf16 TFLOP/s and the share of it reached
-    (``mfu``), GB/s of memory, of a GPU's link within its node, and of its link to other nodes. The
-    defaults are those of an H100.
+    """What the estimate assumes of the machine; the defaults are those of an H100.
+
+    From its data sheet: dense bf16 TFLOP/s, GB/s of memory, of a GPU's link within its node, and of
+    its link to other nodes. Assumed: the share of the memory's speed that is reached, and the
+    microseconds of a small all-reduce within a node.
+
+    The six others are fitted to published steps (``benchmarks/published_steps.py``). ``mfu`` and
+    ``expert_mfu`` are the shares of the peak that the products of a training pass reach, those of
+    experts apart. A decoding step takes ``decode_layer_us`` for each layer and
+    ``decode_sequence_us`` for each running sequence, whatever is read and computed, and
+    ``across_nodes_ms`` more if an engine is larger than a node. ``changeover_seconds`` is what a
+    step takes to change between training and generation on the same GPUs.
     """
 
     peak_tflops: float = 989.0
@@ -50,6 +59,13 @@ class Rates:
     nvlink_gbps: float = 450.0
     link_gbps: float = 50.0
     gpus_per_node: int = 8
+    hbm_share: float = 0.8
+    all_reduce_us: float = 12.0
+    expert_mfu: float = 0.061
+    decode_layer_us: float = 61.0
+    decode_sequence_us: float = 87.0
+    across_nodes_ms: float = 15.0
+    changeover_seconds: float = 12.0
 
     def bytes_per_second(self, ranks: int) -> float:
         """Return the speed of the link between ``ranks`` consecutive GPUs: that within a node, if
@@ -96,6 +112,13 @@ def this_machine(
         nvlink_gbps=gbps / processes,
         link_gbps=gbps / processes,
         gpus_per_node=processes,
+        hbm_share=1.0,
+        all_reduce_us=0.0,
+        expert_mfu=1.0,
+        decode_layer_us=0.0,
+        decode_sequence_us=0.0,
+        across_nodes_ms=0.0,
+        changeover_seconds=0.0,
     )
 
 

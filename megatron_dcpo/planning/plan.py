@@ -16,6 +16,7 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.errors import UserError, check_world_size, one_line
 from megatron_dcpo.objectives import build_method
+from megatron_dcpo.planning.decoding import rollout_steps
 from megatron_dcpo.planning.engine import EngineMemory, engine_memory
 from megatron_dcpo.planning.machine import GB, Machine, Rates
 from megatron_dcpo.planning.memory import (
@@ -25,14 +26,8 @@ from megatron_dcpo.planning.memory import (
     stage_activations,
     stage_state,
 )
-from megatron_dcpo.planning.traffic import (
-    BytesSent,
-    Seconds,
-    StepLoad,
-    Work,
-    step_seconds,
-    step_traffic,
-)
+from megatron_dcpo.planning.step_time import Seconds, StepLoad, step_seconds
+from megatron_dcpo.planning.traffic import BytesSent, Work, step_traffic
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.layout import Layout
@@ -109,9 +104,17 @@ class Plan:
     work: Work
     engine: EngineMemory
     stages: tuple[Stage, ...]
-    traffic: BytesSent
-    resharding: int
+    load: StepLoad
     seconds: Seconds
+
+    @property
+    def traffic(self) -> BytesSent:
+        return self.load.traffic
+
+    @property
+    def resharding(self) -> int:
+        """Return the bytes that the busiest rank receives when the engine gets new weights."""
+        return self.load.resharding
 
     @property
     def largest(self) -> Stage:
@@ -127,6 +130,18 @@ class Plan:
     @property
     def saving_bytes(self) -> int:
         return max(stage.saving for stage in self.stages)
+
+    @property
+    def step(self) -> float:
+        """Return the seconds of a step as the configuration has it."""
+        if self.config.rollout.async_steps:
+            return self.seconds.beside
+        return self.seconds.total
+
+    @property
+    def step_range(self) -> tuple[float, float]:
+        """Return the least and the most seconds that a step may take."""
+        return self.seconds.range_of(self.step)
 
     @property
     def on_cpu(self) -> bool:
@@ -206,7 +221,13 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     resharding = _resharding(
         arch=arch, layout=layout, config=config, engine=engine, replicas=replicas
     )
-    load = StepLoad(work=work, engine=engine, traffic=traffic, resharding=resharding)
+    load = StepLoad(
+        work=work,
+        engine=engine,
+        decoding=rollout_steps(config, engine, work),
+        traffic=traffic,
+        resharding=resharding,
+    )
     seconds = step_seconds(
         arch=arch, layout=layout, config=config, load=load, machine=machine, rates=rates
     )
@@ -222,8 +243,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         work=work,
         engine=engine,
         stages=stages,
-        traffic=traffic,
-        resharding=resharding,
+        load=load,
         seconds=seconds,
     )
 
@@ -598,7 +618,9 @@ def _gives_up_a_rollout(plan: Plan) -> bool:
     """Return whether a signal ends a rollout at the next token: an engine of one rank of the
     trainer does so. A server's requests, and an engine of several ranks, go on to their end.
     """
-    if plan.config.rollout.function or plan.engine.kind == "server":
+    rollout = plan.config.rollout
+    is_own = bool(rollout.function) or rollout.runs_agents
+    if is_own or plan.engine.kind == "server":
         return False
     return plan.engine.tensor_model_parallel_size == 1
 
@@ -612,6 +634,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     seconds = asdict(plan.seconds)
     seconds["total"] = plan.seconds.total
     seconds["beside_training"] = plan.seconds.beside
+    seconds["range"] = list(plan.step_range)
     layout = asdict(plan.layout)
     layout["data_parallel_size"] = plan.data_parallel
     return {

@@ -286,6 +286,7 @@ def _traffic(plan: Plan) -> Table:
         (f"data parallel ({gradients})", traffic.data_parallel, seconds.data_parallel),
         ("pipeline (point to point)", traffic.pipeline, seconds.pipeline),
         ("weights into the engine (received)", plan.resharding, seconds.resharding),
+        ("changing between training and generation", 0, seconds.changeover),
     ]
     for name, nbytes, value in rows:
         if nbytes or value:
@@ -295,6 +296,8 @@ def _traffic(plan: Plan) -> Table:
     if plan.config.rollout.async_steps:
         name = "total, generation alongside training (rollout.async_steps)"
         table.add_row(name, "", f"{seconds.beside:.1f}")
+    least, most = plan.step_range
+    table.add_row("range of the estimate", "", f"{least:.0f} to {most:.0f}")
     return table
 
 
@@ -310,9 +313,9 @@ def _assumptions(plan: Plan) -> str:
         )
     else:
         speed = (
-            f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%}, {rates.hbm_gbps:g} GB/s "
-            f"of memory, {rates.nvlink_gbps:g} GB/s in a node of {rates.gpus_per_node}, "
-            f"{rates.link_gbps:g} GB/s between nodes"
+            f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%} (experts "
+            f"{rates.expert_mfu:.1%}), {rates.hbm_gbps:g} GB/s of memory, {rates.nvlink_gbps:g} "
+            f"GB/s in a node of {rates.gpus_per_node}, {rates.link_gbps:g} GB/s between nodes"
         )
     config = plan.config
     groups = ""

@@ -22,13 +22,13 @@ import numpy as np
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.decoding import SPREAD, decoding_costs
+from megatron_dcpo.planning.fastest import layouts
 from megatron_dcpo.planning.machine import GB, Machine, Rates
 from megatron_dcpo.planning.plan import Plan, make_plan
 from megatron_dcpo.planning.traffic import sequence_flops
-from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 
 ALONE = 0.9  # the part of a GPU's memory for an engine that has the GPU to itself
-SPREAD = 0.7  # sigma of the default log-normal lengths
 # The number of simulated steps. The first is not counted, because partial rollouts begin with
 # nothing carried over.
 STEPS = 6
@@ -59,7 +59,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Environment:
+class Assumptions:
     """Assumptions that are neither in the configuration nor in the planner's rates."""
 
     judge_seconds: float = 0.05
@@ -255,17 +255,16 @@ def one_step_off(steps: Sequence[Step]) -> list[Step]:
     return overlapped
 
 
-def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
+def costs_of(plan: Plan, assumed: Assumptions, times: int = 1) -> Costs:
     """Return the planner's rates as costs, with ``times`` as many GPUs for the rollout alone."""
     engine = plan.engine
     rates = plan.rates
     size = engine.tensor_model_parallel_size
     gpus = plan.machine.gpus
-    hbm = rates.hbm_gbps * 1e9
     per_second = size * rates.peak_tflops * 1e12 * rates.mfu
     prompt = plan.config.data.max_prompt_length
-    one_token = sequence_flops(plan.arch, plan.layout, tokens=1, length=prompt)
     one_prompt = sequence_flops(plan.arch, plan.layout, tokens=prompt, length=prompt)
+    decoding = decoding_costs(plan.arch, engine, rates)
     seconds = plan.seconds
     training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.context_parallel
     training += seconds.expert_parallel + seconds.pipeline
@@ -273,20 +272,20 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
     save = 0.0
     if interval:
         saved_gb = max(stage.saved for stage in plan.stages) / GB
-        save = saved_gb / environment.copy_gbps / interval
+        save = saved_gb / assumed.copy_gbps / interval
     return Costs(
         engines=times * (plan.machine.engine_gpus or gpus) // size,
         slots=max(1, engine.concurrent),
-        read=engine.weights / hbm,
-        token=one_token / per_second,
-        kv=engine.kv_per_token / hbm,
+        read=decoding.step + decoding.dense + decoding.experts,
+        token=decoding.sequence,
+        kv=decoding.kv,
         prompt=one_prompt / per_second / plan.config.rollout.group_size,
         prompt_tokens=prompt,
-        judge=environment.judge_seconds,
-        judges=environment.judges_per_node * -(-gpus // rates.gpus_per_node),
+        judge=assumed.judge_seconds,
+        judges=assumed.judges_per_node * -(-gpus // rates.gpus_per_node),
         train=seconds.data_parallel,
         train_token=training / plan.work.tokens,
-        transfer=seconds.resharding,
+        transfer=seconds.resharding + seconds.changeover,
         save=save,
     )
 
@@ -348,7 +347,7 @@ def scenarios(
     config: Config,
     machine: Machine,
     rates: Rates,
-    environment: Environment,
+    assumed: Assumptions,
     lengths: Sequence[int] = (),
 ) -> list[Scenario]:
     """Simulate the run as configured, with partial rollouts, with twice the GPUs for the rollout,
@@ -372,9 +371,9 @@ def scenarios(
         return _run(
             name=name,
             plan=plan,
-            costs=costs_of(plan, environment, times),
+            costs=costs_of(plan, assumed, times),
             draw=length_stream(
-                lengths=lengths, mean=machine.response_tokens, most=most, seed=environment.seed
+                lengths=lengths, mean=machine.response_tokens, most=most, seed=assumed.seed
             ),
             partial=partial,
         )
@@ -458,24 +457,11 @@ def _colocated(plan: Plan) -> _Named:
 def _other_layouts(config: Config, machine: Machine) -> _Named:
     parallel = config.parallel
     now = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
-        if (tp, pp) == now:
-            continue
-        dropped = ["virtual_pipeline_model_parallel_size"]
-        if pp != parallel.pipeline_model_parallel_size:
-            dropped += UNEVEN_PIPELINE  # written for a certain number of stages
-        megatron = {}
-        for name, value in parallel.megatron.items():
-            if name not in dropped:
-                megatron[name] = value
-        other = replace(
-            parallel,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            sequence_parallel=tp > 1,
-            megatron=megatron,
-        )
-        yield f"TP {tp} x PP {pp}", replace(config, parallel=other), machine
+    for other in layouts(config):
+        tp = other.parallel.tensor_model_parallel_size
+        pp = other.parallel.pipeline_model_parallel_size
+        if (tp, pp) != now:
+            yield f"TP {tp} x PP {pp}", other, machine
 
 
 def waits(scenario: Scenario) -> dict[str, float]:
@@ -521,7 +507,7 @@ def scenario_facts(simulated: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 def scenario_lines(
-    simulated: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None
+    simulated: Sequence[Scenario], rates: Rates, assumed: Assumptions, lengths: str | None
 ) -> list[str]:
     """Return a table of the scenarios, the waits of the first one and of those one step off, and
     the assumptions.
@@ -545,9 +531,9 @@ def scenario_lines(
     lines.append(
         f"Assumed: {drawn}, mean {mean:.0f} tokens; {costs.engines} engines of {costs.slots} "
         f"sequences, responses dealt in turn; {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%} and "
-        f"{rates.hbm_gbps:g} GB/s per GPU; {environment.judge_seconds:g} s per verdict, "
+        f"{rates.hbm_gbps:g} GB/s per GPU; {assumed.judge_seconds:g} s per verdict, "
         f"{costs.judges} at a time, while the rest is generated; checkpoints block for a copy at "
-        f"{environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, except "
+        f"{assumed.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, except "
         f"for a server's and one step off (trainers + engines, with {ALONE:.0%} of their memory), "
         "which get all weights by NCCL; partial rollouts carry over unfinished responses, however "
         "old."

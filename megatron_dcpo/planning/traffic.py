@@ -1,6 +1,4 @@
-"""The bytes that one rank sends in a step, the arithmetic of a step, and a step time from stated
-peak rates.
-"""
+"""The bytes that one rank sends in a step, and the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ from dataclasses import dataclass
 from megatron_dcpo.architectures.architecture import DeltaNet
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
-from megatron_dcpo.planning.engine import EngineMemory
-from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.layout import Layout
@@ -45,44 +41,6 @@ class BytesSent:
     context_parallel: int
     expert_parallel: int
     pipeline: int
-
-
-@dataclass(frozen=True)
-class StepLoad:
-    """Everything in a step that takes time: arithmetic, generation, the bytes that the busiest rank
-    sends, and the bytes that it receives when the engine gets new weights.
-    """
-
-    work: Work
-    engine: EngineMemory
-    traffic: BytesSent
-    resharding: int
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """A step's parts. Communication is counted in full, as if nothing overlapped."""
-
-    rollout: float
-    forward: float
-    update: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-    data_parallel: float
-    pipeline: float
-    resharding: float
-
-    @property
-    def total(self) -> float:
-        return sum(vars(self).values())
-
-    @property
-    def beside(self) -> float:
-        """Return the seconds of a step in which generation runs alongside training
-        (``rollout.async_steps``).
-        """
-        return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
 
 
 def step_traffic(
@@ -155,6 +113,21 @@ def step_traffic(
     )
 
 
+@dataclass(frozen=True)
+class Operations:
+    """The operations (two for a multiply-add) of a forward pass for one token: of each layer but
+    for its experts, of each layer's experts, and of the output layer.
+    """
+
+    dense: tuple[float, ...]
+    experts: tuple[float, ...]
+    output: float
+
+    @property
+    def layers(self) -> list[float]:
+        return [dense + experts for dense, experts in zip(self.dense, self.experts, strict=True)]
+
+
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     """Return the operations (two for a multiply-add) of one forward pass over all tokens of a step.
     Attention is causal.
@@ -164,24 +137,12 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
 
 def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
     """Return the operations of a forward pass over ``tokens`` in sequences of ``length``."""
-    per_layer, output = _flops_per_token(arch, layout, length)
-    return tokens * (sum(per_layer) + output)
+    operations = operations_per_token(arch, layout, length)
+    return tokens * (sum(operations.layers) + operations.output)
 
 
-def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
-    """Return the work of the pipeline stage that has most, with the output layer, divided by the
-    mean of the stages.
-    """
-    per_layer, output = _flops_per_token(arch, layout, length)
-    work = [*sums_of_stages(per_layer, layout)]
-    work[-1] += output
-    return max(work) * len(work) / sum(work)
-
-
-def _flops_per_token(
-    arch: Architecture, layout: Layout, length: float
-) -> tuple[list[float], float]:
-    """Return the operations per token of each layer and of the output layer."""
+def operations_per_token(arch: Architecture, layout: Layout, length: float) -> Operations:
+    """Return the operations per token in sequences of ``length``."""
     d = arch.kv_channels
     q = arch.num_attention_heads * d
     k = arch.num_query_groups * d
@@ -189,7 +150,8 @@ def _flops_per_token(
     projections = h * (q + 2 * k) + q * h
     if arch.attention_output_gate:
         projections += h * q
-    per_layer: list[float] = []
+    dense: list[float] = []
+    experts: list[float] = []
     for layer in range(arch.num_layers):
         # scores and values over half the length, or over the layer's window
         attended = length
@@ -197,17 +159,20 @@ def _flops_per_token(
             attended = min(length, 2 * arch.sliding_window.size)
         width = arch.dense_ffn_hidden_size or arch.ffn_hidden_size
         router = 0
+        chosen = 0
         if arch.has_experts(layer):
-            width = arch.ffn_hidden_size * arch.experts_per_token
-            width += arch.shared_ffn_hidden_size
+            width = arch.shared_ffn_hidden_size
             router = h * arch.num_experts
+            chosen = 3 * h * arch.ffn_hidden_size * arch.experts_per_token
         products = 3 * h * width + router
         if arch.delta_net is not None and arch.has_delta_net(layer):
-            per_layer.append(2 * (products + _delta_net_products(arch.delta_net, h)))
+            dense.append(2 * (products + _delta_net_products(arch.delta_net, h)))
         else:
             products += projections
-            per_layer.append(2 * products + 2 * q * attended)
-    return per_layer, 2 * h * padded_vocab_size(arch, layout)
+            dense.append(2 * products + 2 * q * attended)
+        experts.append(2 * chosen)
+    output = 2 * h * padded_vocab_size(arch, layout)
+    return Operations(dense=tuple(dense), experts=tuple(experts), output=output)
 
 
 def _delta_net_products(net: DeltaNet, h: int) -> int:
@@ -218,71 +183,3 @@ def _delta_net_products(net: DeltaNet, h: int) -> int:
     rows = convolved + net.value_width + 2 * net.value_heads
     states = net.value_heads * net.key_channels * net.value_channels
     return h * (rows + net.value_width) + convolved * net.kernel_size + 4 * states
-
-
-def step_seconds(
-    arch: Architecture,
-    layout: Layout,
-    config: Config,
-    load: StepLoad,
-    machine: Machine,
-    rates: Rates,
-) -> Seconds:
-    """Estimate the seconds of a step.
-
-    A rollout reads, once for each token position, the engine's weights and the keys and values of
-    the running sequences. A training pass computes at ``mfu`` of the peak and waits for the slowest
-    stage, and for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
-    """
-    work = load.work
-    traffic = load.traffic
-    gpus = machine.gpus
-    tp = layout.tensor_model_parallel_size
-    pp = layout.pipeline_model_parallel_size
-    vp = layout.virtual_pipeline_model_parallel_size
-    per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
-    compute = forward_flops(arch, layout, work) / per_second
-    # micro_batches is the number for all updates of a step; the pipeline fills once for each.
-    bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * vp)
-    forward = compute * bubble * slowest_stage(arch, layout, work.length)
-    # forward, gradients of activations, gradients of the weights unless they are frozen
-    factor = 3 - config.frozen + recomputed_share(arch, layout, config)
-
-    prefill = compute * gpus / (machine.engine_gpus or gpus)
-    rollout = _bytes_read(load) / (rates.hbm_gbps * 1e9) + prefill
-
-    across = rates.bytes_per_second(gpus)
-    within = rates.nvlink_gbps * 1e9
-
-    def link(ranks: int) -> float:
-        if ranks <= rates.gpus_per_node:
-            return within
-        return across
-
-    if machine.engine_gpus:
-        resharding_ranks = gpus + machine.engine_gpus
-    else:
-        resharding_ranks = layout.width * pp
-    return Seconds(
-        rollout=rollout,
-        forward=work.forward_passes * forward,
-        update=factor * forward,
-        tensor_parallel=traffic.tensor_parallel / link(tp),
-        context_parallel=traffic.context_parallel
-        / link(tp * config.parallel.context_parallel_size),
-        expert_parallel=traffic.expert_parallel / link(layout.width),
-        data_parallel=traffic.data_parallel / across,
-        pipeline=traffic.pipeline / across,
-        resharding=load.resharding / rates.bytes_per_second(resharding_ranks),
-    )
-
-
-def _bytes_read(load: StepLoad) -> float:
-    """Return the bytes that an engine reads in a rollout: weights, keys and values."""
-    engine = load.engine
-    work = load.work
-    rounds = -(-engine.responses // max(1, engine.concurrent))
-    running = min(engine.concurrent, engine.responses)
-    context = work.length - work.response_length / 2
-    per_position = engine.weights + running * context * engine.kv_per_token
-    return rounds * work.response_length * per_position

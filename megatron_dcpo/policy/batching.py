@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_dcpo.policy.context_parallel import slice_for_rank
 from megatron_dcpo.policy.routing_replay import collate_experts
 from megatron_dcpo.runtime.device import capabilities, to_device
-from megatron_dcpo.types import MicroBatch, TrainingSample
+from megatron_dcpo.types import MicroBatch, TokenSequence, TrainingSample
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -213,26 +213,23 @@ def _columns(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
     return columns
 
 
-def _padded_length(sample: TrainingSample, chunks: int) -> int:
-    return -(-sequence_length(sample) // chunks) * chunks
-
-
 def _padded_size(samples: Sequence[TrainingSample]) -> tuple[int, int]:
-    return max(1, len(samples)), max(map(sequence_length, samples), default=1)
+    lengths = [length for sample in samples for length in sample.sequence_lengths]
+    return max(1, len(lengths)), max(lengths, default=1)
 
 
 def _packed_size(samples: Sequence[TrainingSample], chunks: int) -> tuple[int, int]:
-    return 1, max(chunks, sum(_padded_length(sample, chunks) for sample in samples))
+    lengths = [length for sample in samples for length in sample.sequence_lengths]
+    return 1, max(chunks, sum(round_up(length, chunks) for length in lengths))
 
 
 def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBatch:
-    """Return a micro-batch [rows, width], one sample a row."""
+    """Return a micro-batch [rows, width], one sequence a row."""
     tokens = np.zeros((rows, width), np.int64)
-    offsets = []
-    for row, sample in enumerate(samples):
-        ids = sample.input_ids
-        tokens[row, : len(ids)] = ids
-        offsets.append(row * width)
+    sequences = _sequences_of(samples)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence.input_ids)] = sequence.input_ids
+    offsets = [row * width for row in range(len(sequences))]
     positions = np.broadcast_to(np.arange(width), tokens.shape)
     return _micro_batch(
         samples=samples, tokens=tokens, positions=positions, offsets=offsets, packed=None
@@ -240,17 +237,17 @@ def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBa
 
 
 def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> MicroBatch:
-    """Return a micro-batch [1, total], one sample after another, each padded to a multiple of
+    """Return a micro-batch [1, total], one sequence after another, each padded to a multiple of
     ``chunks``.
     """
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     offsets = []
     end = 0
-    for sample in samples:
-        ids = sample.input_ids
+    for sequence in _sequences_of(samples):
+        ids = sequence.input_ids
         start = end
-        end += _padded_length(sample, chunks)
+        end += round_up(len(ids), chunks)
         tokens[0, start : start + len(ids)] = ids
         positions[0, start:end] = np.arange(end - start)
         offsets.append(start)
@@ -271,6 +268,11 @@ def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> Micro
     )
 
 
+def _sequences_of(samples: Sequence[TrainingSample]) -> list[TokenSequence]:
+    """Return the sequences of all samples: a response in several segments has as many."""
+    return [sequence for sample in samples for sequence in sample.sequences]
+
+
 def _micro_batch(
     samples: Sequence[TrainingSample],
     tokens: np.ndarray,
@@ -278,10 +280,14 @@ def _micro_batch(
     offsets: Sequence[int],
     packed: PackedSeqParams | None,
 ) -> MicroBatch:
+    """Return the micro-batch of ``samples`` whose sequences begin at the ``offsets`` of the
+    flattened tokens.
+    """
     rows = [np.zeros(0, np.int64)]
+    for sequence, offset in zip(_sequences_of(samples), offsets, strict=True):
+        rows.append(offset + sequence.places)
     targets = [np.zeros(0, np.int64)]
-    for sample, offset in zip(samples, offsets, strict=True):
-        rows.append(offset + sample.places)
+    for sample in samples:
         targets.append(sample.response_ids)
     lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
     sequence_ids = np.repeat(np.arange(len(samples)), lengths)

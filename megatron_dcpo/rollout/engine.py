@@ -22,6 +22,7 @@ from megatron_dcpo.architectures.config_json import (
 )
 from megatron_dcpo.architectures.keys import check_unquantized
 from megatron_dcpo.errors import UserError, pip_install
+from megatron_dcpo.rollout.arrivals import Arrivals
 from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, digest_of
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
@@ -101,6 +102,20 @@ class Engine(Protocol):
         before stands.
         """
         ...
+
+    def serve(
+        self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """Sample the calls that arrive until ``arrivals`` is closed. Yield after every step of the
+        engine, and now and then while it waits, the responses that are finished: often none.
+
+        A response depends on its call, the weights, the seed and the step only, as in
+        :meth:`stream`. A call that is cancelled gets none. Raises what :meth:`stream` raises.
+        """
+        raise UserError(
+            f"{type(self).__name__} takes no calls that arrive while it runs, which "
+            "rollout.agent and rollout.command need; choose another rollout.engine"
+        )
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0

@@ -4,6 +4,8 @@ model has an embedding of all of them.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import TokenBytes, check_ids
 from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging
 from megatron_dcpo.runtime.text import read_json_object
+
+logger = logging.getLogger(__name__)
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -35,11 +39,28 @@ def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers
             f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there"
         )
     try:
-        return auto_class("AutoTokenizer").from_pretrained(
+        tokenizer = auto_class("AutoTokenizer").from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers library raises plain Exception, readers anything
         raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None
+    _say_second_template(directory, str(tokenizer.chat_template))
+    return tokenizer
+
+
+@functools.lru_cache(maxsize=64)
+def _say_second_template(directory: Path, chat_template: str) -> None:
+    """Say once if ``tokenizer_config.json`` has another chat template than the one that was read
+    from a file beside it: older programs read that one.
+    """
+    config = directory / "tokenizer_config.json"
+    other = read_json_object(config).get("chat_template") if config.is_file() else None
+    if isinstance(other, str) and other.strip() != chat_template.strip():
+        logger.warning(
+            "%s has two chat templates: chat_template.jinja is read, here and by vLLM, and that of "
+            "tokenizer_config.json is another; remove the one that is not meant",
+            directory,
+        )
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:

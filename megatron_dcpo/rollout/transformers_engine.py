@@ -7,13 +7,12 @@ model in Hugging Face layout and receives every update of the policy through the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from megatron_dcpo.architectures.config_json import (
     parse_architecture,
 )
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.engine import (
     Engine,
     PartialRollout,
@@ -45,7 +45,7 @@ from megatron_dcpo.runtime.device import (
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import FinishReason, Response
+from megatron_dcpo.types import FinishReason, Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import in_parts
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import is_constant
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 # second number applies if other samples wait for their slots.
 _COMPACT_BELOW = 0.75
 _REFILL_BELOW = 0.9
+# between two looks of an engine that waits for calls at what else there is to do
+_LOOK_SECONDS = 0.05
 
 
 class TransformersEngine(Engine):
@@ -169,15 +171,10 @@ class TransformersEngine(Engine):
         experts = None
         if self._recorder:
             experts = RecordedExperts(len(samples), sampling.max_tokens)
-        batch = _Batch(
-            samples=samples,
-            sampling=sampling,
-            step=step,
-            version=self.weights_version,
-            partial=partial,
-            tops=min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size),
-            experts=experts,
-        )
+        batch = self._batch(len(samples), sampling, step, experts)
+        for row, (prompt, index) in enumerate(samples):
+            begun = partial.so_far(prompt, index) if partial else None
+            batch.place(row, prompt, index, begun=begun)
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
         slots = min(self.max_num_seqs, len(samples))
         waiting = deque(range(len(samples)))
@@ -209,6 +206,65 @@ class TransformersEngine(Engine):
             if self._recorder and experts:
                 choices = self._recorder.take(len(running.rows))
                 experts.note_tokens(running.rows, batch.count[running.rows], choices)
+
+    @torch.no_grad()
+    def serve(
+        self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """Sample what arrives as :meth:`megatron_dcpo.rollout.engine.Engine.serve` says, in
+        ``max_num_seqs`` slots.
+        """
+        if self._recorder:
+            raise UserError("rollout.routing_replay does not go with calls that arrive")
+        slots = _Slots(self._batch(self.max_num_seqs, sampling, step, None))
+        batch = slots.batch
+        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
+        running = _Running.none()
+        while not (arrivals.is_closed and not len(arrivals) and not slots.taken):
+            if stop_requested():
+                raise RolloutAbandoned
+            slots.cancel(arrivals.take_cancelled())
+            if not len(running.rows):
+                arrivals.wait(_LOOK_SECONDS)
+            if not len(running.rows) or running.can_grow:
+                rows = slots.admit(arrivals)
+                if rows:
+                    running = running.concatenated(self._prefill(rows, batch))
+            if not len(running.rows):
+                yield []
+                continue
+            rows_now = running.rows
+            token, logprob = self._sample(running, batch, sampling)
+            ends = torch.isin(token, eos) | slots.ends(rows_now, token)
+            self.slot_steps.total += self.max_num_seqs
+            self.slot_steps.used += int((~batch.over[rows_now]).sum())
+            over = batch.record(rows_now, token, logprob, ends)
+            yield batch.responses(rows_now[over]) if over.any() else []
+            kept = slots.still_running(rows_now, len(arrivals))
+            if not len(kept):
+                running = _Running.none()
+                continue
+            if len(kept) < len(rows_now):
+                running.keep(kept)
+                token = token[kept]
+            running.step(self.model, token)
+
+    def _batch(
+        self,
+        rows: int,
+        sampling: SamplingConfig,
+        step: int,
+        experts: RecordedExperts | None,
+    ) -> _Batch:
+        """Return a batch with so many empty rows."""
+        return _Batch(
+            rows=rows,
+            sampling=sampling,
+            step=step,
+            version=self.weights_version,
+            tops=min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size),
+            experts=experts,
+        )
 
     def _sample(
         self, running: _Running, batch: _Batch, sampling: SamplingConfig
@@ -314,59 +370,81 @@ def prefill(
 
 
 class _Batch:
-    """The samples of one rollout [N], running or not, with their random numbers, tokens and
-    log-probs [N, max_tokens].
+    """The samples of a rollout, one in each of the ``rows`` [N], running or not, with their random
+    numbers, tokens and log-probs [N, max_tokens].
     """
 
     def __init__(
         self,
-        samples: Samples,
+        rows: int,
         sampling: SamplingConfig,
         step: int,
         version: int,
-        partial: PartialRollout | None,
         tops: int,
         experts: RecordedExperts | None,
     ) -> None:
         device = current_device()
         longest = sampling.max_tokens
-        total = len(samples)
         self.experts = experts
-        self.samples = samples
         self.sampling = sampling
         self.step = step
         self.version = version
-        self.begun: list[Response | None] = [None] * total
-        if partial:
-            self.begun = [partial.so_far(prompt, index) for prompt, index in samples]
-        self._before = [0 if begun is None else len(begun.token_ids) for begun in self.begun]
-        draws = np.zeros((total, longest))
-        for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
-            draws[row] = uniforms(
-                seed=sampling.seed,
-                step=step if begun is None else begun.step,
-                prompt_id=prompt.prompt_id,
-                sample_index=index,
-                count=longest,
-            )
-        self._random = torch.from_numpy(draws).to(device)
-        # the number of tokens, with those from before
-        self.count = torch.tensor(self._before, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(total, longest, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(total, longest, dtype=torch.float32, device=device)
-        self.tops = torch.zeros(total, longest, tops)
-        self.over = torch.zeros(total, dtype=torch.bool, device=device)
+        self.samples: list[tuple[Prompt, int] | None] = [None] * rows
+        self.begun: list[Response | None] = [None] * rows
+        self._before = [0] * rows
+        self._random = torch.zeros(rows, longest, dtype=torch.float64, device=device)
+        # the number of tokens, with those from before, and the most that there may be
+        self.count = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.most = torch.full((rows,), longest, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(rows, longest, dtype=torch.float32, device=device)
+        self.tops = torch.zeros(rows, longest, tops)
+        self.over = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stopped = self.over.clone()
+
+    def place(
+        self,
+        row: int,
+        prompt: Prompt,
+        index: int,
+        begun: Response | None = None,
+        most: int | None = None,
+    ) -> None:
+        """Put a sample into a row, in place of one that is over: it goes on after what was
+        ``begun``, to ``most`` tokens.
+        """
+        before = 0 if begun is None else len(begun.token_ids)
+        self.samples[row] = prompt, index
+        self.begun[row] = begun
+        self._before[row] = before
+        draws = uniforms(
+            seed=self.sampling.seed,
+            step=self.step if begun is None else begun.step,
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            count=self.sampling.max_tokens,
+        )
+        self._random[row] = torch.from_numpy(draws)
+        self.count[row] = before
+        self.most[row] = self.sampling.max_tokens if most is None else most
+        self.over[row] = False
+        self.stopped[row] = False
+
+    def sample(self, row: int) -> tuple[Prompt, int]:
+        """Return prompt and index of the sample in a row."""
+        found = self.samples[row]
+        assert found is not None
+        return found
 
     def name(self, row: int) -> Hashable:
         """Return a name that is equal for samples that begin with the same tokens."""
-        prompt, index = self.samples[row]
+        prompt, index = self.sample(row)
         if self._before[row]:
             return (prompt.prompt_id, index)
         return prompt.prompt_id
 
     def ids(self, row: int) -> list[int]:
-        prompt, _ = self.samples[row]
+        prompt, _ = self.sample(row)
         ids = list(prompt.token_ids)
         begun = self.begun[row]
         if begun is not None:
@@ -390,7 +468,7 @@ class _Batch:
         self.logprobs[rows, position] = logprob
         self.count[rows] += live
         self.stopped[rows] |= ends & live
-        over = live & (ends | (self.count[rows] == self.sampling.max_tokens))
+        over = live & (ends | (self.count[rows] == self.most[rows]))
         self.over[rows] |= over
         return over
 
@@ -405,7 +483,7 @@ class _Batch:
         tops = self.tops[rows.cpu(), :longest].numpy()
         responses = []
         for number, row in enumerate(rows.tolist()):
-            prompt, index = self.samples[row]
+            prompt, index = self.sample(row)
             new = slice(self._before[row], lengths[number])
             finish_reason: FinishReason = "abort"
             if stopped[number]:
@@ -425,6 +503,63 @@ class _Batch:
             )
             responses.append(append_segment(self.begun[row], response))
         return responses
+
+
+class _Slots:
+    """The rows of a ``batch`` that calls take while they run. ``taken`` are the calls by their
+    rows.
+    """
+
+    def __init__(self, batch: _Batch) -> None:
+        self.batch = batch
+        self.taken: dict[int, Call] = {}
+        self._free = deque(range(len(batch.samples)))
+
+    def admit(self, arrivals: Arrivals) -> list[int]:
+        """Give free rows to the calls that wait; return the rows."""
+        rows = []
+        for call in arrivals.take(len(self._free)):
+            row = self._free.popleft()
+            self.batch.place(row, call.prompt, call.index, most=call.max_tokens)
+            self.taken[row] = call
+            rows.append(row)
+        return rows
+
+    def cancel(self, keys: Collection[ResponseKey]) -> None:
+        """End the calls ``keys``, which get no response."""
+        if keys:
+            for row, call in self.taken.items():
+                if call.key in keys:
+                    self.batch.over[row] = True
+
+    def ends(self, rows: Tensor, token: Tensor) -> Tensor:
+        """Return which calls end with their next token because a text in them does, bool [B]."""
+        ends = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        if not any(call.ends for call in self.taken.values()):
+            return ends
+        over = self.batch.over[rows].tolist()
+        for place, (row, sampled) in enumerate(zip(rows.tolist(), token.tolist(), strict=True)):
+            says = self.taken[row].ends
+            if says is not None and not over[place]:
+                ends[place] = says(sampled)
+        return ends
+
+    def still_running(self, rows: Tensor, waiting: int) -> Tensor:
+        """Return the places in ``rows`` that go on: those that are not over, or all if few are over
+        and nobody waits for their slots. The slots of the others are free.
+        """
+        live = ~self.batch.over[rows]
+        few = live.float().mean() < (_REFILL_BELOW if waiting else _COMPACT_BELOW)
+        if not few and waiting <= len(self._free):
+            return torch.arange(len(rows), device=rows.device)
+        self.free(rows[~live])
+        return live.nonzero().squeeze(-1)
+
+    def free(self, rows: Tensor) -> None:
+        """Take rows back that are over."""
+        for row in rows.tolist():
+            del self.taken[row]
+            self._free.append(row)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -70,6 +72,10 @@ logger = logging.getLogger(__name__)
 _WEIGHTS, _CACHE = "engine weights", "engine cache"  # in the ledger
 
 
+# between two looks of an engine that waits for calls at what else there is to do
+_LOOK_SECONDS = 0.05
+
+
 class VllmEngine(Engine):
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`.
 
@@ -87,6 +93,8 @@ class VllmEngine(Engine):
         self.weights_version = 0
         self.slot_steps: SlotSteps = SlotSteps()
         self._asleep = False
+        # how many tokens of a request its call was told (serve)
+        self._told: dict[str, int] = {}
         self.llm: Any = self._start()
         # before vLLM's finalizer, which would tear down process groups of others
         atexit.register(self._close_at_exit)
@@ -105,6 +113,121 @@ class VllmEngine(Engine):
         than before, so its tokens are not those that it would have had. The ranks of one engine
         sample independently, and compare their responses at the end.
         """
+        self._check_can_sample(sampling)
+        digests = [b""] * len(samples)
+        with _errors_of_generation(), preserve_process_state():
+            for outputs in self._steps(
+                samples=samples, sampling=sampling, step=step, partial=partial
+            ):
+                responses = []
+                for number, completion in outputs:
+                    new = self._response(*samples[number], completion, sampling.top_logprobs, step)
+                    responses.append(
+                        append_segment(partial.so_far(*samples[number]) if partial else None, new)
+                    )
+                    digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
+                yield responses
+        self._check_ranks_agree(b"".join(digests))
+
+    def serve(
+        self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """Sample what arrives as :meth:`megatron_dcpo.rollout.engine.Engine.serve` says: a call is
+        added to vLLM between two of its steps. For an engine of one rank.
+        """
+        self._check_can_sample(sampling)
+        engine = self.llm.llm_engine
+        calls: dict[str, Call] = {}  # by the names of vLLM's requests
+        number = 0
+        with _errors_of_generation(), preserve_process_state():
+            try:
+                while not (arrivals.is_closed and not len(arrivals) and not calls):
+                    if stop_requested():
+                        raise RolloutAbandoned
+                    cancelled = arrivals.take_cancelled()
+                    lost = [name for name, call in calls.items() if call.key in cancelled]
+                    self._withdraw(lost, calls)
+                    if not calls:
+                        arrivals.wait(_LOOK_SECONDS)
+                    for call in arrivals.take(self.options.at_once):
+                        number += 1
+                        calls[str(number)] = call
+                        self._add_call(str(number), call, sampling, step)
+                    yield self._serve_step(calls, sampling, step) if calls else []
+                drain(engine)
+            except (RolloutAbandoned, GeneratorExit):
+                self._withdraw(list(calls), calls)
+                drain(engine)
+                raise
+
+    def _add_call(self, name: str, call: Call, sampling: SamplingConfig, step: int) -> None:
+        params = self._params(
+            sampling=replace(sampling, max_tokens=call.max_tokens),
+            step=step,
+            prompt=call.prompt,
+            index=call.index,
+            begun=None,
+            # what is cut at a text is looked at after every step
+            partial=call.ends is not None,
+        )
+        tokens = {"prompt_token_ids": list(call.prompt.token_ids)}
+        self.llm.llm_engine.add_request(name, tokens, params)
+
+    def _serve_step(
+        self, calls: dict[str, Call], sampling: SamplingConfig, step: int
+    ) -> list[Response]:
+        """Return the responses that are finished after a step; their calls are taken out."""
+        finished = []
+        ended: list[str] = []
+        for output in self.llm.llm_engine.step():
+            call = calls.get(output.request_id)
+            if call is None:  # withdrawn
+                continue
+            completion = output.outputs[0]
+            length = self._length_told(output.request_id, call, completion)
+            if not output.finished and length is None:
+                continue
+            self.slot_steps.total += len(completion.token_ids)
+            self.slot_steps.used += len(completion.token_ids)
+            new = self._response(call.prompt, call.index, completion, sampling.top_logprobs, step)
+            if length is not None:
+                new = replace(
+                    new,
+                    token_ids=new.token_ids[:length],
+                    logprobs=new.logprobs[:length],
+                    finish_reason="stop",
+                )
+            finished.append(new)
+            if output.finished:
+                del calls[output.request_id]
+            else:
+                ended.append(output.request_id)
+        self._withdraw(ended, calls)
+        return finished
+
+    def _length_told(self, name: str, call: Call, completion: CompletionOutput) -> int | None:
+        """Tell a call the tokens that are new; return the length at which it ends, if it does."""
+        if call.ends is None:
+            return None
+        told = self._told.get(name, 0)
+        for length, token in enumerate(completion.token_ids[told:], start=told + 1):
+            if call.ends(int(token)):
+                return length
+        self._told[name] = len(completion.token_ids)
+        return None
+
+    def _withdraw(self, names: list[str], calls: dict[str, Call]) -> None:
+        """Take requests back from vLLM."""
+        if names:
+            self.llm.llm_engine.abort_request(names)
+        for name in names:
+            calls.pop(name, None)
+            self._told.pop(name, None)
+
+    def _check_can_sample(self, sampling: SamplingConfig) -> None:
+        """Raise ValueError for log-probs that the engine does not report, and :class:`EngineError`
+        if it has other weights than it should.
+        """
         if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
             raise ValueError(
                 "this engine reports log-probs of the sampled distribution; build it with "
@@ -115,35 +238,6 @@ class VllmEngine(Engine):
                 f"the engine holds weights version {self.llm.get_weight_version()}, not "
                 f"{self.weights_version}"
             )
-        digests = [b""] * len(samples)
-        try:
-            with preserve_process_state():
-                for outputs in self._steps(
-                    samples=samples, sampling=sampling, step=step, partial=partial
-                ):
-                    responses = []
-                    for number, completion in outputs:
-                        new = self._response(
-                            *samples[number], completion, sampling.top_logprobs, step
-                        )
-                        responses.append(
-                            append_segment(
-                                partial.so_far(*samples[number]) if partial else None, new
-                            )
-                        )
-                        digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
-                    yield responses
-        except (RolloutAbandoned, EngineError):
-            raise
-        except ValueError as error:
-            raise UserError(f"vLLM refuses a prompt: {one_line(error, 300)}") from None
-        except Exception as error:
-            if device_failed(error):
-                raise
-            raise EngineError(
-                f"vLLM failed in generation: {type(error).__name__}: {error}"
-            ) from error
-        self._check_ranks_agree(b"".join(digests))
 
     def _steps(
         self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
@@ -510,6 +604,21 @@ def drain(engine: LLMEngine) -> None:
     core = engine.engine_core.engine_core  # type: ignore[attr-defined]
     while core.batch_queue:
         engine.step()
+
+
+@contextlib.contextmanager
+def _errors_of_generation() -> Iterator[None]:
+    """Raise an error of vLLM in the block as what it means for the run."""
+    try:
+        yield
+    except (RolloutAbandoned, EngineError, UserError):
+        raise
+    except ValueError as error:
+        raise UserError(f"vLLM refuses a prompt: {one_line(error, 300)}") from None
+    except Exception as error:
+        if device_failed(error):
+            raise
+        raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

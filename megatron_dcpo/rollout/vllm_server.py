@@ -15,9 +15,11 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError, one_line, pip_install
+from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -44,7 +47,7 @@ from megatron_dcpo.runtime.device import capabilities, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, in_parts, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes
@@ -128,6 +131,39 @@ class ServerEngine(Engine):
                     yield responses
             except BaseException:
                 withdraw.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def serve(
+        self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """Pass on what arrives as :meth:`megatron_dcpo.rollout.engine.Engine.serve` says, with its
+        token ids: one request per call, ``concurrency`` at a time. A call that ends at a text goes
+        on to its end, and is cut behind it.
+        """
+        if sampling.raw_logprobs or sampling.top_logprobs:
+            raise ValueError(
+                "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
+            )
+        self.server.check_version(self.weights_version)
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            requests = _Requests(pool, arrivals)
+            try:
+                while not (arrivals.is_closed and not len(arrivals) and not requests.under_way):
+                    if stop_requested():
+                        raise RolloutAbandoned
+                    if requests.done.empty():
+                        arrivals.wait(_LOOK_SECONDS)
+                    requests.withdraw(arrivals.take_cancelled())
+                    for call in arrivals.take(self.concurrency):
+                        own = replace(sampling, max_tokens=call.max_tokens)
+                        requests.send(call, partial(self._sample, sampling=own, step=step))
+                    finished = requests.take_finished()
+                    if finished:
+                        self.server.check_version(self.weights_version)
+                    yield finished
+            except BaseException:
+                requests.withdraw(list(requests.under_way))
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -271,6 +307,56 @@ class ServerEngine(Engine):
                     if self.arch.tied_embeddings and piece.name == EMBEDDING:
                         piece.write_into(tensors[OUTPUT])
             copy_side_files(self.model_dir, temporary)
+
+
+class _Requests:
+    """The calls that a server has been asked, each in a thread of ``pool``. ``under_way`` has what
+    withdraws each.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, arrivals: Arrivals) -> None:
+        self.pool = pool
+        self.arrivals = arrivals
+        self.under_way: dict[ResponseKey, threading.Event] = {}
+        self.done: queue.SimpleQueue[tuple[Call, Future[Response]]] = queue.SimpleQueue()
+
+    def send(self, call: Call, sample: Callable[..., Response]) -> None:
+        withdraw = self.under_way[call.key] = threading.Event()
+        request = self.pool.submit(sample, (call.prompt, call.index), withdraw=withdraw)
+        request.add_done_callback(partial(self._is_done, call))
+
+    def withdraw(self, keys: Iterable[ResponseKey]) -> None:
+        for key in keys:
+            if key in self.under_way:
+                self.under_way.pop(key).set()
+
+    def take_finished(self) -> list[Response]:
+        """Return the responses that have come, but for those of calls that were withdrawn."""
+        finished = []
+        while not self.done.empty():
+            call, request = self.done.get()
+            if self.under_way.pop(call.key, None) is not None:
+                finished.append(_cut_at_text(request.result(), call))
+        return finished
+
+    def _is_done(self, call: Call, request: Future[Response]) -> None:
+        self.done.put((call, request))
+        self.arrivals.wake()
+
+
+def _cut_at_text(response: Response, call: Call) -> Response:
+    """Return a response up to the token with which its call ends."""
+    if call.ends is None:
+        return response
+    for length, token in enumerate(response.token_ids.tolist(), start=1):
+        if call.ends(token):
+            return replace(
+                response,
+                token_ids=response.token_ids[:length],
+                logprobs=response.logprobs[:length],
+                finish_reason="stop",
+            )
+    return response
 
 
 def _next(done: queue.SimpleQueue[Future[Response]]) -> Future[Response]:

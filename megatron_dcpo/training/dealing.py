@@ -46,6 +46,7 @@ class Payload(NamedTuple):
     token_ids: np.ndarray
     logprobs: np.ndarray
     experts: np.ndarray | None
+    context_ids: np.ndarray | None
 
 
 class Summary(NamedTuple):
@@ -65,6 +66,7 @@ class Summary(NamedTuple):
             text=None,
             token_ends=None,
             top_logprobs=None,
+            context_ids=None,
         )
         return cls(response=emptied, length=len(response.token_ids))
 
@@ -110,6 +112,7 @@ def fetch(
                 token_ids=payload.token_ids,
                 logprobs=payload.logprobs,
                 experts=payload.experts,
+                context_ids=payload.context_ids,
                 holder=None,
             )
             complete[index] = replaced(sample, response=response)
@@ -118,4 +121,9 @@ def fetch(
 
 def _payload(response: Response) -> Payload:
     assert response.holder is None, "a rank was asked for tokens that it does not have"
-    return Payload(response.token_ids, response.logprobs, response.experts)
+    return Payload(
+        token_ids=response.token_ids,
+        logprobs=response.logprobs,
+        experts=response.experts,
+        context_ids=response.context_ids,
+    )

@@ -27,10 +27,9 @@ from megatron_dcpo.training.preflight import (
     check_model,
     check_pass_through,
     check_processes,
-    check_run_dir,
     check_tokens,
 )
-from megatron_dcpo.training.provenance import date_of, with_model_here
+from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
 from megatron_dcpo.training.sources import load_sources, trained_problems
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
@@ -51,6 +50,8 @@ PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "rollout.top_k": (0,),
         "rollout.max_response_length": (3000,),
         "rollout.function": ("",),
+        "rollout.agent": ("",),
+        "rollout.command": ("",),
         "rollout.filter_groups": ("none",),
         "rollout.max_staleness": (0,),
         "rollout.async_steps": (0,),
@@ -100,7 +101,7 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     if evaluation.interval:
         names = ", ".join(benchmark_names(evaluation))
         facts["validation"] = f"every {evaluation.interval} steps on {names}"
-    check_run_dir(config)
+    check_run_dir(config.run_dir, config.training.resume)
     facts["run_dir"] = config.run_dir
     return facts
 
@@ -147,7 +148,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     facts["model"] += f": {arch.name}, {number_of_parameters(arch):,} parameters"
     if absent:
         return facts
-    facts["model"] += _describe_weights(path, arch)
+    facts["model"] += describe_weights(path, arch)
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
@@ -178,7 +179,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     return facts
 
 
-def _describe_weights(path: str, arch: Architecture) -> str:
+def describe_weights(path: str, arch: Architecture) -> str:
     """Return what is known of the weights, which a model of the hub may not have here yet."""
     commit = hub.commit_of(path)
     if commit:

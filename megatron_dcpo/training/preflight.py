@@ -4,13 +4,10 @@ lengths.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dcpo.architectures.config_json import Architecture, read_architecture
-from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
@@ -86,30 +83,6 @@ def check_architecture(config: RunConfig) -> Architecture:
         check_adaptable(arch)
     rules.check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     return arch
-
-
-def check_run_dir(config: RunConfig) -> None:
-    """Raise :class:`UserError` if the run could not write its directory, or would overwrite another
-    run's checkpoints. A directory is made, to see that it can be, and removed; nothing is left.
-    """
-    directory = Path(config.run_dir)
-    check_fresh(directory, latest_iteration(directory / "checkpoints"), config.training.resume)
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"run_dir={config.run_dir} cannot be made: {existing} is "
-            f"{'not writable' if existing.is_dir() else 'not a directory'}; change run_dir"
-        )
-    try:
-        # the administrator may write everywhere by the permissions, and not in /proc
-        tempfile.TemporaryDirectory(prefix=".dcpo", dir=existing).cleanup()
-    except OSError as error:
-        raise UserError(
-            f"run_dir={config.run_dir} cannot be made: no directory can be made in {existing} "
-            f"({error.strerror or error}); change run_dir"
-        ) from None
 
 
 def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:

@@ -13,11 +13,13 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from megatron_dcpo import __version__
-from megatron_dcpo.checkpoints.manifest import latest_iteration
+from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import RunConfig, flat, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import hub
@@ -208,6 +210,30 @@ def _prepare(directory: Path, config: RunConfig) -> None:
     aside = move_aside(directory)
     if aside is not None:
         logger.warning("%s held a run without a checkpoint: it is in %s now", directory, aside)
+
+
+def check_run_dir(run_dir: str, resume: str) -> None:
+    """Raise :class:`UserError` if a run could not write its directory, or would overwrite another
+    run's checkpoints. A directory is made, to see that it can be, and removed; nothing is left.
+    """
+    directory = Path(run_dir)
+    check_fresh(directory, latest_iteration(directory / "checkpoints"), resume)
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run_dir={run_dir} cannot be made: {existing} is "
+            f"{'not writable' if existing.is_dir() else 'not a directory'}; change run_dir"
+        )
+    try:
+        # the administrator may write everywhere by the permissions, and not in /proc
+        tempfile.TemporaryDirectory(prefix=".dcpo", dir=existing).cleanup()
+    except OSError as error:
+        raise UserError(
+            f"run_dir={run_dir} cannot be made: no directory can be made in {existing} "
+            f"({error.strerror or error}); change run_dir"
+        ) from None
 
 
 def check_resume(directory: Path, config: RunConfig) -> None:

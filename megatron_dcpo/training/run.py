@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +34,8 @@ from megatron_dcpo.rollout import (
     build_local_engine,
     load_tokenizer,
 )
+from megatron_dcpo.rollout.agents import AgentRollout, options_of
+from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import distributed, hub
@@ -146,7 +149,8 @@ def build(config: Config) -> Iterator[Run]:
         ),
         topology=topology,
     )
-    rollouts = build_rollouts(config, inputs, engine, watch, timers)
+    own = own_rollout(config, inputs, engine)
+    rollouts = build_rollouts(config, inputs, engine, own.stream, watch, timers)
     updater = build_updater(config, inputs.method, policy, optimizer, reference)
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
@@ -185,10 +189,11 @@ def build(config: Config) -> Iterator[Run]:
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
-        validator=build_validator(config, inputs, engine, watch, timers),
+        validator=build_validator(config, inputs, engine, own.stream, watch, timers),
         selection=Selection(config.training.keep_best, config.training.early_stop),
     )
     with watch, ExitStack() as stack:
+        stack.callback(own.close)
         stack.push(rollouts.close)
         yield run
 
@@ -407,7 +412,12 @@ def longest_sequence(config: Config, held_out: HeldOut | None) -> int:
 
 
 def build_rollouts(
-    config: Config, inputs: Inputs, engine: Engine, watch: Watchdog, timers: Timers
+    config: Config,
+    inputs: Inputs,
+    engine: Engine,
+    own: Stream | None,
+    watch: Watchdog,
+    timers: Timers,
 ) -> Rollouts:
     """Return what samples the batches: in turn with the training, or alongside it."""
     asynchronous = config.rollout.async_steps > 0
@@ -422,7 +432,7 @@ def build_rollouts(
             engine=engine,
             collectives=collectives,
             watch=watch,
-            function=rollout_stream(config, inputs, engine),
+            function=own,
         ),
         judge=partial(inputs.judge, eos_ids=engine.eos_token_ids),
         method=inputs.method,
@@ -434,11 +444,23 @@ def build_rollouts(
     return AsyncRollouts(sampler=sampler, timers=timers, last_step=config.training.steps)
 
 
-def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | None:
-    """Return the user's rollout, if ``rollout.function`` names a function."""
+class OwnRollout(NamedTuple):
+    """What replaces the engine's own stream, None if nothing does, and what ends it."""
+
+    stream: Stream | None = None
+    close: Callable[[], None] = lambda: None
+
+
+def own_rollout(config: Config, inputs: Inputs, engine: Engine) -> OwnRollout:
+    """Return the user's rollout: that of agents, or the function that ``rollout.function`` names.
+    Raises :class:`UserError` if it cannot be loaded.
+    """
+    if config.rollout.runs_agents:
+        agents = agent_rollout(config, inputs, engine)
+        return OwnRollout(agents.stream, agents.close)
     path = config.rollout.function
     if not path:
-        return None
+        return OwnRollout()
     function = load_rollout_function(path)
     vocab_size = read_architecture(config.model.path).vocab_size
 
@@ -452,11 +474,38 @@ def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | N
             function=function, path=path, samples=samples, context=context, vocab_size=vocab_size
         )
 
-    return stream
+    return OwnRollout(stream)
+
+
+def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> AgentRollout:
+    """Return what runs agents beside this rank's engine."""
+    rollout = config.rollout
+    chat = ChatTokens(
+        tokenizer=inputs.tokenizer,
+        tokens=token_bytes(inputs.tokenizer),
+        eos_ids=tuple(engine.eos_token_ids),
+        thinking=config.data.thinking,
+        date=date_of(config),
+    )
+    prompts = [prompt for source in inputs.sources for prompt in source.prompts]
+    if inputs.held_out is not None:
+        prompts += inputs.held_out.prompts.values()
+    options = options_of(
+        rollout,
+        sequence_tokens=longest_sequence(config, inputs.held_out),
+        marker=config.judging.marker,
+        prompts=prompts,
+    )
+    return AgentRollout(engine, chat, options, model=hub.name_of(config.model.path))
 
 
 def build_validator(
-    config: Config, inputs: Inputs, engine: Engine, watch: Watchdog, timers: Timers
+    config: Config,
+    inputs: Inputs,
+    engine: Engine,
+    own: Stream | None,
+    watch: Watchdog,
+    timers: Timers,
 ) -> Validator | None:
     """Return what validates the policy, if anything is held out."""
     if inputs.held_out is None:
@@ -465,7 +514,7 @@ def build_validator(
         engine=engine,
         collectives=Collectives(),
         watch=watch,
-        function=rollout_stream(config, inputs, engine),
+        function=own,
     )
     return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)
 

@@ -25,6 +25,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.judge import judging_threads
 from megatron_dcpo.objectives.method import Method
+from megatron_dcpo.rollout.agents import check_error_rate as check_failures
 from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
@@ -35,6 +36,7 @@ from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey, Traini
 
 logger = logging.getLogger(__name__)
 
+SMALLEST_GROUP = 2  # responses; of fewer none has an advantage
 Draw = Callable[[int, int], list[Prompt]]  # position in the run, count -> the prompts there
 Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 JudgedResponse = tuple[Response, Judgement | None]  # None: it is not finished
@@ -47,7 +49,8 @@ class PromptGroup:
 
     ``position`` is the number of the prompt in the run, ``step`` the step that drew it. ``scores``
     are the :meth:`Method.group_scores` of a finished group, float64 [5, G]; None while it is
-    unfinished, and if the method reads log-probs that only the trainer has.
+    unfinished, and if the method reads log-probs that only the trainer has. ``failed`` are the
+    indices of responses that there are none of, because the session of an agent failed.
     """
 
     prompt: Prompt
@@ -56,6 +59,7 @@ class PromptGroup:
     size: int
     responses: Mapping[int, JudgedResponse] = field(default_factory=dict)
     scores: np.ndarray | None = None
+    failed: frozenset[int] = frozenset()
 
     @property
     def unfinished(self) -> list[int]:
@@ -63,7 +67,13 @@ class PromptGroup:
         finished = {
             index for index, (_, judgement) in self.responses.items() if judgement is not None
         }
-        return [index for index in range(self.size) if index not in finished]
+        gone = finished | self.failed
+        return [index for index in range(self.size) if index not in gone]
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether too many sessions have failed to compare the others with each other."""
+        return self.size - len(self.failed) < SMALLEST_GROUP
 
     @property
     def begun(self) -> list[Response]:
@@ -128,13 +138,15 @@ class Drawn:
 
     ``wanted`` and ``other`` groups are finished: those that the step draws for, and those that came
     with them. ``waiting`` groups go into the next round or, when there is none, to the next step.
-    ``position`` is the number of the next prompt to draw.
+    ``position`` is the number of the next prompt to draw. ``lost`` are groups of which too many
+    sessions have failed.
     """
 
     wanted: list[PromptGroup]
     other: list[PromptGroup]
     waiting: list[PromptGroup]
     position: int
+    lost: list[PromptGroup] = field(default_factory=list)
 
     @property
     def finished(self) -> list[PromptGroup]:
@@ -197,6 +209,7 @@ class Sampler:
         drawn = self._draw_rounds(state, step, version)
         judged = [sample.judgement for group in drawn.finished for sample in group.samples]
         check_error_rate(judged, self.max_error_rate, f"step {step}")
+        failures = self._check_failures(drawn, step)
         batch = self._choose(drawn, step)
         samples = [sample for group in batch for sample in group.samples]
         counts = Totals(
@@ -205,6 +218,8 @@ class Sampler:
         )
         state = self._next_state(drawn, state.totals, counts)
         metrics = self._slot_metrics(slots_before) | _count_metrics(counts, state.totals)
+        if self.rollout.runs_agents:
+            metrics |= _session_metrics(drawn, failures)
         if self.rollout.filter_groups != "none":
             metrics |= _filter_metrics(drawn, batch)
         if self.rollout.most_versions_behind:
@@ -236,6 +251,8 @@ class Sampler:
                 )
             ]
             groups = self._generate_and_judge([*drawn.waiting, *groups], missing, step, version)
+            drawn.lost.extend(group for group in groups if group.is_lost)
+            groups = [group for group in groups if not group.is_lost]
             finished = [self._scored(group) for group in groups if not group.unfinished]
             for group in finished:
                 is_wanted = self._is_wanted(group)
@@ -248,6 +265,16 @@ class Sampler:
             if len(drawn.wanted) >= self.prompts_per_step:
                 break
         return drawn
+
+    def _check_failures(self, drawn: Drawn, step: int) -> float:
+        """Return the share of the step's sessions that have failed. Raises :class:`UserError` if it
+        is too large.
+        """
+        groups = [*drawn.finished, *drawn.lost]
+        failures = sum(len(group.failed) for group in groups)
+        sessions = sum(group.size for group in groups)
+        check_failures(failures, sessions, self.rollout.max_error_rate, f"step {step}")
+        return failures / max(sessions, 1)
 
     def _scored(self, group: PromptGroup) -> PromptGroup:
         """Return a finished group with its scores: nothing scores it again."""
@@ -372,7 +399,7 @@ class Sampler:
                 raise CancelledError
             _check_versions(together, version, oldest_allowed)
             responses.update({response.key: response for response in together})
-            finished = [response for response in together if response.finish_reason != "abort"]
+            finished = [response for response in together if _is_finished(response)]
             mine = [response for response in finished if response.key in to_judge]
             if mine:
                 yield mine
@@ -419,7 +446,7 @@ class Sampler:
             for response, judgement in zip(one.responses, one.judgements, strict=True)
         }
         for response in responses.values():
-            if response.finish_reason == "abort":
+            if not _is_finished(response):
                 here[response.key] = response, None
         everyone: list[list[tuple[ResponseKey, Response | Summary, Judgement | None]]]
         everyone = self.collectives.gather(
@@ -439,7 +466,7 @@ class Sampler:
                     by_prompt[prompt_id][index] = gathered.restored(rank), judgement
                 else:
                     by_prompt[prompt_id][index] = gathered, judgement
-        return [group.with_responses(by_prompt[group.prompt.prompt_id]) for group in groups]
+        return [_with_sampled(group, by_prompt[group.prompt.prompt_id]) for group in groups]
 
     def _slot_metrics(self, before: SlotSteps | None) -> dict[str, float]:
         """Return the share of the engines' decoding positions since ``before`` that gave a token,
@@ -509,6 +536,20 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def _is_finished(response: Response) -> bool:
+    """Return whether a response can be judged: it was not cut short, and its session did not
+    fail.
+    """
+    return response.finish_reason != "abort" and response.failure is None
+
+
+def _with_sampled(group: PromptGroup, sampled: Mapping[int, JudgedResponse]) -> PromptGroup:
+    """Return a group with what was sampled of it, and with the sessions that failed."""
+    failed = {index for index, (response, _) in sampled.items() if response.failure is not None}
+    kept = {index: judged for index, judged in sampled.items() if index not in failed}
+    return replace(group.with_responses(kept), failed=group.failed | failed)
+
+
 _position = attrgetter("position")
 
 
@@ -548,6 +589,19 @@ def _count_metrics(counts: Totals, totals: Totals) -> dict[str, float]:
         "rollout/responses": counts.responses,
         "rollout/responses_total": totals.responses,
     }
+
+
+def _session_metrics(drawn: Drawn, failures: float) -> dict[str, float]:
+    """Return the share of sessions that have failed, and the means of what was counted in the
+    others (``Response.counted``).
+    """
+    counted: dict[str, list[float]] = {}
+    for group in drawn.finished:
+        for sample in group.samples:
+            for name, value in (sample.response.counted or {}).items():
+                counted.setdefault(f"rollout/{name}", []).append(value)
+    means = {name: float(np.mean(values)) for name, values in counted.items()}
+    return {"rollout/agent_error": failures, **means}
 
 
 def _filter_metrics(drawn: Drawn, batch: Sequence[PromptGroup]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
+from megatron_dcpo.data.environments import check_rollouts
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import (
@@ -23,6 +24,7 @@ from megatron_dcpo.evaluation.problems import (
     verifier_of,
     with_answers,
 )
+from megatron_dcpo.judging.function_verifier import with_verdicts
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
@@ -44,21 +46,25 @@ def load_sources(
     loaded = []
     for name, source in named_sources(config).items():
         verifier = verifier_of(source, config.judging)
+        keeps_columns = is_users(verifier) or config.rollout.runs_agents
         prompts = load_prompts(
             path_of(source),
             tokenizer,
             _prompt_options(config, source, date),
             task=None if isinstance(config.data.path, str) else name,
-            keep_columns=is_users(verifier) or bool(config.data.order),
+            keep_columns=keeps_columns or bool(config.data.order),
             columns=source.columns,
         )
+        template = source.template or config.data.template
+        rows = [prompt.row for prompt in prompts]
+        check_rollouts(rows, config.rollout.agent, template, source.path)
         prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)
         check_answers(verifier, prompts, source.path)
         ranks = None
         if config.data.order:
             ranks = curriculum(prompts, config.data.order, source.path)
-            if not reads_rows(verifier):  # only the order has read the columns
+            if not (keeps_columns or reads_rows(verifier)):  # only the order has read the columns
                 prompts = [replace(prompt, row=None) for prompt in prompts]
         loaded.append(
             LoadedSource(
@@ -154,6 +160,7 @@ def build_judge(
         chosen = verifier_of(named[source.name], config.judging)
         verifier, form = find(chosen)
         judge = partial(judge_many, tokens=tokens, marker=config.judging.marker)
+        verifier = with_verdicts(verifier, config.judging)
         judges[source.name] = partial(judge, verifier=verifier, form=form)
     if len(judges) == 1:
         return judges[sources[0].name]

@@ -7,12 +7,14 @@ nothing is trained. A validator returns its results; the loop records them and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.evaluation.held_out import HeldOut
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.agents import check_error_rate
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation
@@ -37,6 +39,7 @@ class Validator:
         self.held_out = held_out
         self.generation = generation
         self.timers = timers
+        self.max_error_rate = config.rollout.max_error_rate
         self.interval = options.interval
         self.last_step = config.training.steps
         self.sampling = SamplingConfig(
@@ -61,10 +64,22 @@ class Validator:
             responses = self._generate()
             if collectives.max(signals.stop_requested() or 0):
                 return None
+            responses = self._without_failures(responses)
             judged = self.held_out.judged(responses, engine.eos_token_ids)
             samples = [sample for ranked in collectives.gather(judged) for sample in ranked]
             metrics = collectives.broadcast(self.held_out.metrics(samples))
         return Validation(metrics=metrics, samples=samples)
+
+    def _without_failures(self, responses: Sequence[Response]) -> list[Response]:
+        """Return the responses without those of agents that have failed. Raises
+        :class:`UserError` on all ranks if these are too many.
+        """
+        kept = [response for response in responses if response.failure is None]
+        here = (len(responses) - len(kept), len(responses))
+        counts = self.generation.collectives.gather(here)
+        failures, sessions = (sum(column) for column in zip(*counts, strict=True))
+        check_error_rate(failures, sessions, self.max_error_rate, "a validation")
+        return kept
 
     def _generate(self) -> list[Response]:
         """Return this rank's share of the responses."""

@@ -240,11 +240,14 @@ def _engine_slices(
 ) -> _Slices:
     """Return the slices of every tensor that the given ranks of an engine of size ``tp`` keep."""
     slices = {}
+    of_an_engine = sorted(set(engine_ranks))
     for name in names:
-        slices[name] = tuple(engine_slice(arch, name, tp, rank) for rank in engine_ranks)
+        kept = {rank: engine_slice(arch, name, tp, rank) for rank in of_an_engine}
+        slices[name] = tuple(kept[rank] for rank in engine_ranks)
     return slices
 
 
+@functools.lru_cache(maxsize=256)  # many plans differ in other things
 def most_received(
     arch: Architecture,
     layout: Layout,

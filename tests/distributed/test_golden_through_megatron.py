@@ -58,11 +58,15 @@ CASES = {
     ),
     "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
 }
+# with `make test-full`; the grid has every pair of them
 FULL = (
+    "packed_micro4",
     "cp2_micro4",
+    "cp2_packed",
     "dp2_packed",
     "tp2_sequence_parallel",
-)  # with `make test-full`; the grid has every pair of them
+    "pp2_micro1",
+)
 LAYOUTS = full_only(CASES, FULL)
 RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
 

@@ -78,6 +78,8 @@ SEVERAL += [("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
 # in the full suite: what other cases of the same family or layout try
 FULL = [("tp2", LLAMA), ("pp2", LLAMA), ("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
 FULL += [("tp2_pp2", which) for which in (("mistral", False), YARN, PHI3)]
+FULL += [("tp2_sequence_parallel_packed", which) for which in (BIASES[0], LLAMA)]
+FULL += [(layout, QWEN3) for layout in ("dp2", "pp2_packed", "tp2_sequence_parallel")]
 MICRO_BATCHES = (1, 3, 12)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD
+from tests.helpers.cases import full_only
 from tests.helpers.launch import torchrun_all
 
 PACKED = {"sequence_packing": True}
@@ -40,34 +41,50 @@ SIGMOID = {
     "sigmoid_padded": {},
     "sigmoid_pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
 }
+# with `make test-full`: what the others try, in another layout
+FULL_SUITE = ("recomputed", "dp2", "pp2_recomputed", "cp2_packed", "cp2_recomputed")
+LAYOUTS = full_only([*ONE_PROCESS, *TWO_PROCESSES, *SIGMOID], FULL_SUITE)
 EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
+    """Results of the ranks by layout; layouts on as many ranks are run in one launch, when the
+    first is asked for.
+    """
+    everything = ONE_PROCESS | TWO_PROCESSES | SIGMOID
     made = {}
-    for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
-        layouts = dict(layouts)
-        for name, parallel in SIGMOID.items():
-            if (processes == 1) == (not parallel):
-                layouts[name] = parallel
-        jobs = []
-        for name, parallel in layouts.items():
-            family = ("dots1", False) if name in SIGMOID else ("qwen3_moe", True)
-            options = {"model": str(tiny_models(*family)), "parallel": parallel}
-            jobs.append(("routing_replay", options))
-        results = torchrun_all(jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}"))
-        made |= dict(zip(layouts, results, strict=True))
-    return made
+
+    def ranks_of(layout):
+        return 2 if layout in TWO_PROCESSES or layout == "sigmoid_pp2_recomputed" else 1
+
+    def get(layout):
+        if layout not in made:
+            together = [
+                other
+                for other in everything
+                if ranks_of(other) == ranks_of(layout)
+                and (other in FULL_SUITE) == (layout in FULL_SUITE)
+            ]
+            jobs = []
+            for other in together:
+                family = ("dots1", False) if other in SIGMOID else ("qwen3_moe", True)
+                options = {"model": str(tiny_models(*family)), "parallel": everything[other]}
+                jobs.append(("routing_replay", options))
+            out = tmp_path_factory.mktemp(f"ranks{ranks_of(layout)}")
+            made.update(zip(together, torchrun_all(jobs, ranks_of(layout), out), strict=True))
+        return made[layout]
+
+    return get
 
 
-@pytest.mark.parametrize("layout", [*ONE_PROCESS, *TWO_PROCESSES, *SIGMOID])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_token_is_routed_otherwise(runs, layout):
     """engine/routing_mismatch: 0 with the engine's choices, most tokens without. Gradients are
     those of one process.
     """
-    padded = runs["sigmoid_padded" if layout in SIGMOID else "padded"][0]
-    for found in runs[layout]:
+    padded = runs("sigmoid_padded" if layout in SIGMOID else "padded")[0]
+    for found in runs(layout):
         assert max(found["replayed/gaps"]) < EDGE / 5
         assert np.mean(np.array(found["alone/gaps"]) > EDGE) > 0.9
         for name in ("replayed", "alone"):

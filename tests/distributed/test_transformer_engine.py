@@ -60,7 +60,12 @@ RUNS = [
 ]
 RUNS += [("tp2_sequence_parallel_packed", which) for which in OTHER_FORMS]
 RUNS += [("cp2", OTHER_FORMS[2])]
+# with `make test-full`: what others of the same family, or layout of the local layers, try
+FULL = [(layout, which) for layout in ("one", "tp2") for which in FAMILIES[1:]]
+FULL += [(layout, FAMILIES[0]) for layout in ("recomputed", "tp2", "cp2", "fused", "cp2_packed")]
+FULL += [(layout, FAMILIES[0]) for layout in ("dp2_distributed_optimizer", "fused_pp2_virtual2")]
 FAMILIES += OTHER_FORMS
+CASES = [pytest.param(*run, marks=[pytest.mark.full] * (run in FULL)) for run in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -73,29 +78,38 @@ def local(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(tiny_models, tmp_path_factory):
-    """The same through the spec for Transformer Engine, in every layout."""
+    """The same through the spec for Transformer Engine; runs on as many ranks are made in one
+    launch, when the first is asked for.
+    """
     made = {}
-    for processes in (1, 2):
-        wanted = [(layout, which) for layout, which in RUNS if LAYOUTS[layout][0] == processes]
-        jobs = [
-            (
-                "policy",
-                {"model": str(tiny_models(*which)), "probe": True, "parallel": LAYOUTS[layout][1]},
-            )
-            for layout, which in wanted
-        ]
-        out = tmp_path_factory.mktemp(f"engine{processes}")
-        made.update(
-            zip(wanted, torchrun_all(jobs, processes, out, environment=environment()), strict=True)
-        )
-    return made
+
+    def get(layout, which):
+        run = layout, which
+        if run not in made:
+            processes = LAYOUTS[layout][0]
+            wanted = [
+                other
+                for other in RUNS
+                if LAYOUTS[other[0]][0] == processes and (other in FULL) == (run in FULL)
+            ]
+            jobs = []
+            for parallel_layout, model in wanted:
+                parallel = LAYOUTS[parallel_layout][1]
+                options = {"model": str(tiny_models(*model)), "probe": True, "parallel": parallel}
+                jobs.append(("policy", options))
+            out = tmp_path_factory.mktemp(f"engine{processes}")
+            results = torchrun_all(jobs, processes, out, environment=environment())
+            made.update(zip(wanted, results, strict=True))
+        return made[run]
+
+    return get
 
 
 @pytest.mark.parametrize(
-    ("layout", "which"), RUNS, ids=lambda value: value if isinstance(value, str) else value[0]
+    ("layout", "which"), CASES, ids=lambda value: value if isinstance(value, str) else value[0]
 )
 def test_layers_equal_the_local_ones(ranks, local, layout, which):
-    expected, found = local[which], ranks[layout, which]
+    expected, found = local[which], ranks(layout, which)
     logprobs = {index: values for rank in found for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)

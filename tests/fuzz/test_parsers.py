@@ -187,7 +187,7 @@ def test_samples_of_others_are_read_or_refused_and_what_is_read_is_scored(
 @example(text=b"[" * 10**5)
 @example(text=b"1" * 5000)
 @example(text=b'"\\ud800"')
-def test_any_text_is_json_or_refused(text: bytes) -> None:
+def test_json_of_any_bytes_is_read_or_refused_in_one_line(text: bytes) -> None:
     value = only(ValueError, lambda: parse_json(text))
     encoded(value)
 

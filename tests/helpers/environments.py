@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.paths import REPOSITORY
 
 STAND_INS = REPOSITORY / "tests" / "stand_in" / "environments"
+COUNTS = STAND_INS / "resources_servers" / "session" / "data" / "example.jsonl"
 LETTERS = STAND_INS / "resources_servers" / "letters" / "data" / "example.jsonl"
 
 

@@ -123,9 +123,12 @@ done
 while [[ $1 == --* ]]; do shift; done
 for node in ${nodes//,/ }; do SLURMD_NODENAME=$node STEP_NODES=$number "$@"; done
 """
-# notes what it was called with, on which node
+# notes what it was called with, on which node; a training lasts until the last engine was started
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$SLURMD_NODENAME" "$STEP_NODES" "$@" > "$RAN/$SLURMD_NODENAME"
+if [[ " $* " == *" --nnodes "* ]]; then
+    for _ in {1..200}; do [[ -s $RAN/$LAST_NODE ]] && break; sleep 0.1; done
+fi
 """
 
 
@@ -142,6 +145,7 @@ def run_beside(folder, nodes, **environment):
     job = {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "RAN": str(ran),
+        "LAST_NODE": f"n{nodes}",
         "SLURM_JOB_ID": "30007",
         "SLURM_JOB_NODELIST": "n",
         "SLURM_GPUS_ON_NODE": "8",

@@ -1,6 +1,6 @@
-"""The problems of an environment and the scores of responses to them, in the Python in which the
-environment is installed. ``data/environments.py`` starts it for the problems, and
-``judging/environments.py`` for the scores.
+"""The problems of an environment, its own rollouts, and the scores of responses of one turn, in the
+Python in which the environment is installed. ``data/environments.py`` starts it for the problems,
+``rollout/agents.py`` for the rollouts, and ``judging/environments.py`` for the scores.
 
 A description is a JSON object: ``kind`` and ``name`` of the environment, its ``options``, the
 ``part`` of its problems that is asked for (train, eval or ""), whether they are ``held_out`` for an
@@ -38,16 +38,32 @@ class Refused(Exception):
     """This environment cannot be used: one line that names it and says what to do instead."""
 
 
-class OneTurnEnvironment(Protocol):
-    """An environment of one turn.
+class Environment(Protocol):
+    """An environment.
 
-    ``rows()`` yields the problems that its description asks for: ``messages``, a list of role and
-    content or one text; ``answer``, a text to show; ``input``, all that scoring needs, as plain
-    values; ``numbers`` by name. ``score(given, text)`` returns the reward of a response to the
-    problem with the input ``given``, and values to log.
+    ``more_than_one_turn`` says why the text of one answer is not all that its reward depends on, ""
+    if it is. ``rows()`` yields the problems that its description asks for: ``messages``, a list of
+    role and content or one text; ``answer``, a text to show; ``input``, all that a rollout or a
+    score needs, as plain values; ``numbers`` by name; and ``more_than_one_turn`` if that is not the
+    same for all. ``prepare()`` comes once, before sessions; it raises :class:`Refused` if the
+    environment cannot make rollouts. ``run(given, base_url, api_key)`` makes the
+    environment's own rollout on the problem with the input ``given``, by the policy at
+    ``base_url``; ``score(given, text)`` takes ``text`` as the one answer. Both return the reward,
+    and values to log.
     """
 
+    more_than_one_turn: str
+
     def rows(self) -> Iterator[dict[str, Any]]: ...
+
+    def prepare(self) -> None: ...
+
+    async def run(
+        self,
+        given: Any,  # noqa: ANN401 - any JSON value
+        base_url: str,
+        api_key: str,
+    ) -> tuple[float, dict[str, Any]]: ...
 
     async def score(
         self,
@@ -56,7 +72,7 @@ class OneTurnEnvironment(Protocol):
     ) -> tuple[float, dict[str, Any]]: ...
 
 
-def open_environment(description: Mapping[str, Any]) -> OneTurnEnvironment:
+def open_environment(description: Mapping[str, Any]) -> Environment:
     """Return the environment that is described. Raises :class:`Refused`."""
     name = description["name"]
     if description["kind"] == "nemo_gym":
@@ -157,6 +173,8 @@ def load(text: str) -> Callable[[str], dict[str, Any]]:
     description = json.loads(text)
     _seed()
     environment = open_environment(description)
+    if environment.more_than_one_turn:
+        raise Refused(environment.more_than_one_turn)
     # a classic environment has taken them, and a worker leaves them to its parent
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
@@ -179,6 +197,38 @@ def load(text: str) -> Callable[[str], dict[str, Any]]:
     return judge
 
 
+class SessionFailed(Exception):
+    """A rollout gave no reward, and the words say why."""
+
+
+def load_session(text: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what a session (``rollout/agent_host.py``) runs: a function of its order that returns
+    the result of the environment's own rollout. Raises :class:`Refused`.
+    """
+    description = json.loads(text)
+    _seed()
+    environment = open_environment(description)
+    environment.prepare()
+
+    def run(order: dict[str, Any]) -> dict[str, Any]:
+        problem = order["problem"]
+        _seed(problem["seed"])
+        given = problem["row"]["environment"]["input"]
+        rollout = environment.run(given, order["base_url"], order["api_key"])
+        reward, logged = asyncio.run(rollout)
+        result = scaled(float(reward), logged, description["range"])
+        if "error" in result:
+            raise SessionFailed(result["error"])
+        return result
+
+    return run
+
+
+def explained(error: BaseException) -> str:
+    """Return why a session has failed, or why an environment cannot be used."""
+    return str(error) if isinstance(error, Refused | SessionFailed) else described(error)
+
+
 def print_rows() -> None:
     """Print the problems of the environment that the first argument describes, one JSON object a
     line; end with status 1 and one line if there are none to print.
@@ -189,6 +239,7 @@ def print_rows() -> None:
     try:
         environment = open_environment(description)
         for row in environment.rows():
+            row.setdefault("more_than_one_turn", environment.more_than_one_turn)
             out.write(json.dumps(row, default=_as_json) + "\n")
         out.flush()
     except Refused as refused:
@@ -215,13 +266,13 @@ def _end_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _seed() -> None:
+def _seed(seed: int = 0) -> None:
     """Seed what environments draw from without a seed of their own: ``random`` and NumPy."""
-    random.seed(0)
+    random.seed(seed)
     with contextlib.suppress(ImportError):
         import numpy
 
-        numpy.random.seed(0)
+        numpy.random.seed(seed % 2**32)
 
 
 def _end(why: str) -> None:
@@ -297,7 +348,10 @@ def text_messages(messages: Any) -> Any:  # noqa: ANN401 - as an environment has
         role = "system" if role == "developer" else role
         if values.get("tool_calls") or role not in ("system", "user", "assistant"):
             what = "calls of tools" if values.get("tool_calls") else f"a {role} message"
-            raise Refused(f"its prompts hold {what}; only environments without tools are supported")
+            raise Refused(
+                f"its prompts hold {what}; only text of the system, the user and the assistant is "
+                "supported there"
+            )
         plain.append({"role": role, "content": _text(values["content"])})
     return plain
 

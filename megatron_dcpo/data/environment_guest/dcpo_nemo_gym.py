@@ -1,6 +1,6 @@
-"""Resource servers of NeMo Gym, whose ``verify`` gives the reward of a response. The server's
-object is made in this process, with the configuration that comes with it; nothing listens on a
-port.
+"""Resource servers of NeMo Gym, whose ``verify`` gives the reward of a response, and the agent that
+their configuration names, which makes the responses. The servers' objects are made in this process,
+with the configuration that comes with them; nothing listens on a port.
 """
 
 from __future__ import annotations
@@ -13,10 +13,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dcpo_environment import Refused, described, import_environment, plain_numbers, text_messages
+from dcpo_environment import (
+    Refused,
+    SessionFailed,
+    described,
+    import_environment,
+    plain_numbers,
+    text_messages,
+)
+from dcpo_nemo_gym_servers import Servers
 
 # what a server's configuration says about the server and its class has no field for
 _ABOUT = ("domain", "verified", "description", "value", "verified_url")
+_OF_DATA = ("datasets", "license")  # and about an agent
+_BASE = {"host": "127.0.0.1", "port": 1, "entrypoint": "app.py"}
 _TEXT = 200  # characters of a text in the reply that is logged
 
 
@@ -45,48 +55,78 @@ def open_server(name: str, description: Mapping[str, Any]) -> ResourceServer:
     if len(servers) != 1:
         raise Refused(f"its app.py has {len(servers)} resource servers; expected one")
     kind = servers[0]
-    _check_server(kind, SimpleResourcesServer)
     folder = Path(module.__file__ or "").parent
-    own = _own_values(folder, name)
+    told = _configuration(folder, name)
+    entry, own = _entry_of(told, "resources_servers", name)
+    own = {field: value for field, value in own.items() if field not in _ABOUT}
     _check_told(own, description["options"])
     values = {**own, **description["options"]}
-    config = _config(kind, name, values, description["judge"])
+    config = _config(kind, entry or name, values, description["judge"])
+    connected = Servers(description["judge"] or "")
+    server = _made(kind, config, connected)
+    return ResourceServer(
+        server=server,
+        more_than_one_turn=_more_than_text(kind, SimpleResourcesServer),
+        folder=folder,
+        agents=_agents_of(told, entry),
+        connected=connected,
+        description=description,
+    )
+
+
+def _made(kind: type, config: Any, connected: Servers) -> Any:  # noqa: ANN401 - NeMo Gym's servers
+    """Return a server whose client of other servers is ``connected``. Raises :class:`Refused`."""
     try:
         server = kind(config=config, server_client=_nobody())
     except Exception as error:
-        raise Refused(f"making it failed with {described(error)}") from None
-    if description["judge"]:
-        object.__setattr__(server, "server_client", _Judge(description["judge"]))
-    return ResourceServer(server, folder, description)
+        raise Refused(f"making {kind.__name__} failed with {described(error)}") from None
+    object.__setattr__(server, "server_client", connected)
+    return server
 
 
-def _check_server(kind: type, base: type) -> None:
-    """Raise :class:`Refused` if the reward depends on more than the text of one response."""
+def _more_than_text(kind: type, base: type) -> str:
+    """Return why the reward depends on more than the text of one response, "" if it does not."""
     if kind.seed_session is not base.seed_session:  # type: ignore[attr-defined]
-        raise Refused(
-            f"{kind.__name__} prepares a session for each response; only servers that verify the "
-            "text alone are supported"
-        )
+        return f"{kind.__name__} prepares a session for each response"
     verify = inspect.signature(kind.verify).parameters  # type: ignore[attr-defined]
     if list(verify) != ["self", "body"]:
-        raise Refused(
-            f"verify of {kind.__name__} takes {', '.join(verify)}; only servers that verify the "
-            "text alone are supported"
-        )
+        return f"verify of {kind.__name__} takes {', '.join(verify)}"
+    return ""
 
 
-def _own_values(folder: Path, name: str) -> dict[str, Any]:
-    """Return the fields of the configuration that comes with a server, which may be none."""
+def _configuration(folder: Path, name: str) -> dict[str, Any]:
+    """Return the configuration that comes with a server, which may be none."""
     import yaml
 
     file = folder / "configs" / f"{name}.yaml"
     if not file.is_file():
         return {}
-    for entry in (yaml.safe_load(file.read_text()) or {}).values():
-        servers = entry.get("resources_servers", {}) if isinstance(entry, dict) else {}
+    return yaml.safe_load(file.read_text()) or {}
+
+
+def _entry_of(told: Mapping[str, Any], section: str, name: str) -> tuple[str, dict[str, Any]]:
+    """Return the name under which a configuration has a server, and its fields; "" and none if it
+    has none.
+    """
+    for entry, sections in told.items():
+        servers = sections.get(section, {}) if isinstance(sections, dict) else {}
         if name in servers:
-            return {k: v for k, v in servers[name].items() if k not in _ABOUT}
-    return {}
+            return entry, dict(servers[name])
+    return "", {}
+
+
+def _agents_of(told: Mapping[str, Any], server: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the kinds and the fields of the agents that a configuration has for a resource server,
+    by their names.
+    """
+    found = {}
+    for entry, sections in told.items():
+        agents = sections.get("responses_api_agents", {}) if isinstance(sections, dict) else {}
+        for kind, values in agents.items():
+            if (values.get("resources_server") or {}).get("name") == server:
+                fields = {k: v for k, v in values.items() if k not in (*_ABOUT, *_OF_DATA)}
+                found[entry] = (kind, fields)
+    return found
 
 
 def _check_told(own: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -117,7 +157,7 @@ def _config(kind: type, name: str, values: dict[str, Any], judge: object) -> Any
         )
     if judge and not (isinstance(judge, str) and judge.startswith("http")):
         raise Refused(f"judge={judge}: expected http://HOST:PORT, the address of the judge")
-    base = {"name": name, "host": "127.0.0.1", "port": 1, "entrypoint": "app.py"}
+    base = {"name": name, **_BASE}
     asked = {field: {"type": "responses_api_models", "name": "judge"} for field in asks}
     try:
         return kind.model_fields["config"].annotation(**{**base, **asked, **values})  # type: ignore[attr-defined]
@@ -137,55 +177,23 @@ def _nobody() -> Any:  # noqa: ANN401 - NeMo Gym's ServerClient
     )
 
 
-class _Judge:
-    """The model servers of NeMo Gym's configuration, all at one address."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address.rstrip("/").removesuffix("/v1")
-
-    async def post(self, server_name: str, url_path: str, **options: Any) -> _Reply:  # noqa: ANN401
-        import aiohttp
-
-        body = options.pop("json", None)
-        if hasattr(body, "model_dump"):
-            body = body.model_dump(mode="json", exclude_unset=True)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(self.address + url_path, json=body) as reply,
-        ):
-            return _Reply(reply.status, await reply.read())
-
-
-class _Reply:
-    """The reply of a judge. One that is no success raises at once, so that it is no verdict."""
-
-    def __init__(self, status: int, content: bytes) -> None:
-        self.status = status
-        self.content = content
-        if status >= 400:
-            raise ValueError(f"the judge replied with status {status}")
-
-    async def read(self) -> bytes:
-        return self.content
-
-    async def json(self) -> Any:  # noqa: ANN401 - JSON of any shape
-        return json.loads(self.content)
-
-    def raise_for_status(self) -> None:
-        return None
-
-
 class ResourceServer:
-    """A resource server as an environment of one turn (``dcpo_environment.OneTurnEnvironment``)."""
+    """A resource server, with its agent, as an environment (``dcpo_environment.Environment``)."""
 
     def __init__(
         self,
         server: Any,  # noqa: ANN401 - NeMo Gym's SimpleResourcesServer
+        more_than_one_turn: str,
         folder: Path,
+        agents: Mapping[str, tuple[str, dict[str, Any]]],
+        connected: Servers,
         description: Mapping[str, Any],
     ) -> None:
         self.server = server
+        self.more_than_one_turn = more_than_one_turn
         self.folder = folder
+        self.agents = agents
+        self.connected = connected
         self.description = description
         self.body = get_type_hints(type(server).verify)["body"]
 
@@ -207,10 +215,9 @@ class ResourceServer:
 
     def _row(self, given: dict[str, Any], number: int) -> dict[str, Any]:
         asked = given.get("responses_create_params") or {}
-        if asked.get("tools"):
-            raise Refused(
-                f"problem {number + 1} has tools; only problems without tools are supported"
-            )
+        more = self.more_than_one_turn
+        if asked.get("tools") and not more:
+            more = f"problem {number + 1} has tools"
         messages = asked.get("input")
         if not messages:
             raise Refused(f"problem {number + 1} has no responses_create_params.input")
@@ -220,7 +227,7 @@ class ResourceServer:
         if asked.get("instructions"):
             system = {"role": "system", "content": asked["instructions"]}
             messages = [system, *messages]
-        if number == 0:
+        if number == 0 and not more:
             self.body.model_validate({**given, "response": _response("")})
         answer = given.get("expected_answer", given.get("answer"))
         return {
@@ -228,20 +235,103 @@ class ResourceServer:
             "answer": answer if isinstance(answer, str | int | float) else "",
             "input": given,
             "numbers": plain_numbers(given),
+            "more_than_one_turn": more,
         }
+
+    def prepare(self) -> None:
+        """Make the agent, so that sessions need not. Raises :class:`Refused`."""
+        if len(self.agents) != 1:
+            raise Refused(
+                f"its configuration has {len(self.agents)} agents for it "
+                f"({', '.join(self.agents) or 'none'}); one is needed to make rollouts"
+            )
+        ((name, (kind, fields)),) = self.agents.items()
+        module = import_environment(f"responses_api_agents.{kind}.app")
+        agent = _class_of(module, "run")
+        config = agent.model_fields["config"].annotation  # type: ignore[attr-defined]
+        left = [field for field, value in fields.items() if "${" in str(value)]
+        if left:
+            raise Refused(f"{left[0]} of its agent {name} is said by another configuration")
+        made = _made(agent, _checked(config, {"name": name, **_BASE, **fields}), self.connected)
+        self.connected.apps[name] = made.setup_webserver()
+        self.connected.apps[self.server.config.name] = self.server.setup_webserver()
+        self.agent = name
+        self.policy = fields["model_server"]["name"]
+
+    async def run(
+        self,
+        given: Any,  # noqa: ANN401 - a problem
+        base_url: str,
+        api_key: str,
+    ) -> tuple[float, dict[str, Any]]:
+        self.connected.apps[self.policy] = self._policy(base_url, api_key)
+        reply = await self.connected.post(self.agent, "/run", json=given)
+        reply.raise_for_status()
+        result = await reply.json()
+        if result.get("mask_sample"):
+            raise SessionFailed(f"its agent gave it up: {result.get('failure_kind')}")
+        return result["reward"], _logged(given, result)
+
+    def _policy(self, base_url: str, api_key: str) -> Any:  # noqa: ANN401 - an ASGI application
+        """Return NeMo Gym's server of a model for the policy at an address."""
+        from nemo_gym import server_utils
+
+        module = import_environment("responses_api_models.vllm_model.app")
+        kind = module.VLLMModel
+        if not server_utils.is_global_aiohttp_client_setup():
+            server_utils.set_global_aiohttp_client(server_utils.GlobalAIOHTTPAsyncClientConfig())
+        values = {
+            "name": self.policy,
+            **_BASE,
+            "base_url": base_url,
+            "api_key": api_key,
+            "model": "policy",
+            "return_token_id_information": False,
+            "uses_reasoning_parser": True,
+        }
+        config = kind.model_fields["config"].annotation
+        return _made(kind, _checked(config, values), self.connected).setup_webserver()
 
     async def score(self, given: Any, text: str) -> tuple[float, dict[str, Any]]:  # noqa: ANN401
         body = self.body.model_validate({**given, "response": _response(text)})
         reply = (await self.server.verify(body)).model_dump(mode="json")
-        logged = {}
-        for name, value in reply.items():
-            if name == "reward" or (name in given and given[name] == value):
-                continue
-            if isinstance(value, bool | int | float) or (
-                isinstance(value, str) and len(value) <= _TEXT
-            ):
-                logged[name] = value
-        return reply["reward"], logged
+        return reply["reward"], _logged(given, reply)
+
+
+def _class_of(module: Any, method: str) -> type:  # noqa: ANN401 - a module
+    """Return the server that a module defines, by a ``method`` that it has. Raises
+    :class:`Refused`.
+    """
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and callable(getattr(value, method, None))
+    ]
+    if len(found) != 1:
+        raise Refused(f"{module.__name__} has {len(found)} servers; expected one")
+    return found[0]
+
+
+def _checked(config: Any, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 - pydantic's models
+    try:
+        return config(**values)
+    except Exception as error:
+        raise Refused(f"{config.__name__} is refused with {described(error)}") from None
+
+
+def _logged(given: Mapping[str, Any], reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a server says of a response besides the reward and what it was given."""
+    logged = {}
+    for name, value in reply.items():
+        if name == "reward" or (name in given and given[name] == value):
+            continue
+        if isinstance(value, bool | int | float) or (
+            isinstance(value, str) and len(value) <= _TEXT
+        ):
+            logged[name] = value
+    return logged
 
 
 def _problem(line: str, number: int) -> dict[str, Any]:

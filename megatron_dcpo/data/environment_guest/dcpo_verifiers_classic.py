@@ -8,14 +8,19 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, get_origin
 
 from dcpo_environment import Refused, check_range, described, plain_numbers, text_messages
 
-# what an environment of one turn may not do in its own way, as only its prompts and scores are used
+# what an environment of one turn does not do in its own way: then its prompts and scores are all
 _ONE_TURN = ("rollout", "get_prompt_messages", "get_model_response")
+_KEY = "OPENAI_API_KEY"
+# errors of verifiers that say that the policy has answered nothing
+_OF_THE_POLICY = ("EmptyModelResponseError", "InvalidModelResponseError")
+_NO_LIMIT = 24 * 3600.0  # seconds of a call; the session has a limit
 # parameters of reward functions that get the responses of a group
 _OF_A_GROUP = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
@@ -42,32 +47,34 @@ def open_classic(module: ModuleType, description: Mapping[str, Any]) -> ClassicE
     except Exception as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise Refused(f"loading it failed with {described(cause)}") from None
-    _check_turns(vf, environment)
-    _check_rubric(vf, environment, description)
-    return ClassicEnvironment(environment, description)
+    for one in members(environment):
+        _check_rubric(vf, one, description)
+    return ClassicEnvironment(environment, _more_than_one_turn(vf, environment), description)
 
 
-def _check_turns(vf: Any, environment: Any) -> None:  # noqa: ANN401 - verifiers has no types here
-    """Raise :class:`Refused` unless the environment has one turn without tools."""
+def members(environment: Any) -> list[Any]:  # noqa: ANN401 - verifiers has no types here
+    """Return the environments of a group, or the one that is none."""
+    parts = getattr(environment, "envs", None)
+    if parts is None:
+        return [environment]
+    return [member for part in parts for member in members(part)]
+
+
+def _more_than_one_turn(vf: Any, environment: Any) -> str:  # noqa: ANN401 - verifiers has no types
+    """Return why an environment is not one of one turn without tools, "" if it is."""
     kind = type(environment)
     if isinstance(environment, vf.EnvGroup):
-        raise Refused("it is a group of environments; name each of them as a source")
+        return "it is a group of environments"
     if not isinstance(environment, vf.SingleTurnEnv):
-        raise Refused(
-            f"it has several turns or tools ({kind.__name__}); only environments of one turn "
-            "(SingleTurnEnv) are supported: write the turns as rollout.function"
-        )
+        return f"it has several turns or tools ({kind.__name__})"
     if getattr(environment, "tool_defs", None) or getattr(environment, "oai_tools", None):
-        raise Refused("it has tools; only environments without tools are supported")
+        return "it has tools"
     own = [
         method
         for method in _ONE_TURN
         if getattr(kind, method, None) is not getattr(vf.SingleTurnEnv, method, None)
     ]
-    if own:
-        raise Refused(
-            f"{kind.__name__} has its own {own[0]}; only its prompts and its rubric would be used"
-        )
+    return f"{kind.__name__} has its own {own[0]}" if own else ""
 
 
 def _check_rubric(
@@ -121,7 +128,7 @@ def leaves(rubric: Any) -> list[Any]:  # noqa: ANN401 - rubrics of any kind
 
 
 class ClassicEnvironment:
-    """An environment of one turn (``dcpo_environment.OneTurnEnvironment``).
+    """An environment with a dataset and a rubric (``dcpo_environment.Environment``).
 
     A rubric turns an exception of a reward function into a score of 0. Here the functions that have
     a weight are wrapped, so that it is an error instead.
@@ -130,17 +137,19 @@ class ClassicEnvironment:
     def __init__(
         self,
         environment: Any,  # noqa: ANN401 - verifiers has no types here
+        more_than_one_turn: str,
         description: Mapping[str, Any],
     ) -> None:
         self.environment = environment
+        self.more_than_one_turn = more_than_one_turn
         self.description = description
-        self.client = _client()
         self.errors: list[BaseException] = []
-        for rubric in leaves(environment.rubric):
-            wrapped = []
-            for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
-                wrapped.append(_noting(function, self.errors) if weight else function)
-            rubric.funcs = wrapped
+        for member in members(environment):
+            for rubric in leaves(member.rubric):
+                wrapped = []
+                for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
+                    wrapped.append(_noting(function, self.errors) if weight else function)
+                rubric.funcs = wrapped
 
     def rows(self) -> Iterator[dict[str, Any]]:
         environment = self.environment
@@ -169,9 +178,28 @@ class ClassicEnvironment:
                 "numbers": {**numbers, **plain_numbers(row)},
             }
 
+    def prepare(self) -> None:
+        _nobody()  # a first client imports much
+
+    async def run(
+        self,
+        given: Any,  # noqa: ANN401 - a row of its dataset
+        base_url: str,
+        api_key: str,
+    ) -> tuple[float, dict[str, Any]]:
+        environment = self.environment
+        state = await environment.rollout(given, _client(base_url, api_key), "policy", {})
+        error = state.get("error")
+        if type(error).__name__ in _OF_THE_POLICY:
+            # its fault, and no failure: left out, such answers would never be learned from
+            return (self.description["range"] or (0.0,))[0], {"no_answer": 1.0}
+        if error is not None:
+            raise error
+        return await self._reward(state)
+
     async def score(self, given: Any, text: str) -> tuple[float, dict[str, Any]]:  # noqa: ANN401
         environment = self.environment
-        state = await environment.init_state(given, self.client, "policy", {})
+        state = await environment.init_state(given, _nobody(), "policy", {})
         state = await environment.setup_state(state) or state
         completion = _completion(environment, given, text)
         step = {
@@ -188,12 +216,18 @@ class ClassicEnvironment:
         state["completion"] = completion
         state["is_completed"] = True
         state["stop_condition"] = "max_turns_reached"
+        return await self._reward(state)
+
+    async def _reward(self, state: Any) -> tuple[float, dict[str, Any]]:  # noqa: ANN401
+        """Return what the rubric says of a rollout that has ended."""
         self.errors.clear()
-        rubric = environment.rubric
+        rubric = self.environment.rubric
         if "score_sem" in inspect.signature(rubric.score_rollout).parameters:
             await rubric.score_rollout(state, contextlib.AsyncExitStack())
         else:
             await rubric.score_rollout(state)
+        if hasattr(rubric, "cleanup"):
+            await rubric.cleanup(state)
         if self.errors:
             raise self.errors[0]
         return state["reward"], dict(state["metrics"] or {})
@@ -211,14 +245,22 @@ def _completion(environment: Any, given: Any, text: str) -> Any:  # noqa: ANN401
     return normalize_messages(messages, field_name="completion")
 
 
-def _client() -> Any:  # noqa: ANN401 - verifiers has no types here
-    """Return the client of a policy that is never asked, which a state must have."""
+def _client(base_url: str, api_key: str) -> Any:  # noqa: ANN401 - verifiers has no types here
+    """Return the client of the policy at an address, as the environment's release has it."""
     try:
         from verifiers.clients import resolve_client
         from verifiers.types import ClientConfig
-    except ImportError:
-        return None
-    return resolve_client(ClientConfig(api_base_url="http://127.0.0.1:9/v1"))
+    except ImportError:  # releases before 0.1.10 or so take OpenAI's
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=_NO_LIMIT)
+    os.environ[_KEY] = api_key
+    return resolve_client(ClientConfig(api_base_url=base_url, api_key_var=_KEY, timeout=_NO_LIMIT))
+
+
+def _nobody() -> Any:  # noqa: ANN401 - verifiers has no types here
+    """Return the client of a policy that is never asked, which a state must have."""
+    return _client("http://127.0.0.1:9/v1", "none")
 
 
 def _noting(function: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:

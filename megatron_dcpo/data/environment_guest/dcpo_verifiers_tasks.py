@@ -44,13 +44,13 @@ def _check_turns(
     """Raise :class:`Refused` unless the environment has one turn without tools."""
     if turns is not vf.SingleAgentEnv:
         raise Refused(
-            f"it defines turns or agents itself ({turns.__name__}); only environments of one turn "
-            "are supported: write the turns as rollout.function"
+            f"it defines turns or agents itself ({turns.__name__}); of tasksets "
+            "only those of one turn are supported"
         )
     if tools:
         raise Refused(
-            f"it has tools ({type(tools[0]).__name__}); only environments without tools are "
-            "supported: write the turns as rollout.function"
+            f"it has tools ({type(tools[0]).__name__}); of tasksets only those without "
+            "tools are supported"
         )
 
 
@@ -101,7 +101,9 @@ def _first(error: Exception) -> str:
 
 
 class TasksetEnvironment:
-    """An environment of one turn (``dcpo_environment.OneTurnEnvironment``)."""
+    """An environment of one turn (``dcpo_environment.Environment``)."""
+
+    more_than_one_turn = ""
 
     def __init__(
         self,
@@ -178,6 +180,20 @@ class TasksetEnvironment:
         for judge in task.plugged_judges():
             weights[judge.reward_name] = judge.config.weight
         check_range(weights, self.description["range"])
+
+    def prepare(self) -> None:
+        raise Refused(
+            "it is a taskset, which makes its rollouts with a harness that installs programs; "
+            "rollout.agent=environment is for environments with load_environment and for NeMo Gym"
+        )
+
+    async def run(
+        self,
+        given: Any,  # noqa: ANN401 - the data of a task
+        base_url: str,
+        api_key: str,
+    ) -> tuple[float, dict[str, Any]]:
+        raise NotImplementedError
 
     async def score(self, given: Any, text: str) -> tuple[float, dict[str, Any]]:  # noqa: ANN401
         vf = self.vf

@@ -23,10 +23,10 @@ from megatron_dcpo.evaluation.foreign.answered import (
     Answered,
     share,
     verdict,
-    without_end_tokens,
+    without_end_token,
 )
 from megatron_dcpo.evaluation.foreign.inspect_log import is_inspect_log, read_inspect
-from megatron_dcpo.evaluation.foreign.rows import FORMS, Form
+from megatron_dcpo.evaluation.foreign.rows import FORMS, LM_EVAL, Filters, Form
 from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
@@ -107,7 +107,7 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
         task = one.task or file.stem
         sample_index = repeats.get((task, one.group), 0)
         repeats[task, one.group] = sample_index + 1
-        text = without_end_tokens(one.text)
+        text = without_end_token(one.text)
         parsed = parse_confidence(text, marker=marker, finished=one.finished, opener="")
         confidence, status = parsed.confidence, parsed.status
         if one.confidence is not None:
@@ -176,12 +176,17 @@ def _rows_of(form: Form, file: Path, filter_name: str) -> Iterator[Answered]:
 
 # ----------------------------------------------------------------------------------------- tables
 def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator[Answered]:
-    """Yield the rows of a table; with a ``filter_name``, those whose column ``filter`` has it."""
+    """Yield the rows of a table; with a ``filter_name``, those whose column ``filter`` has it. Of a
+    log of lm-eval only the rows of one filter are read.
+    """
     if "correct" not in columns:
         raise UserError("--columns must name the verdict: correct=NAME")
+    filters = Filters(file, filter_name)
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
-        if filter_name and _at(row, "filter", where) != filter_name:
+        if filter_name:
+            _at(row, "filter", where)  # refuses a table without it
+        if (filter_name or set(row) >= LM_EVAL.columns) and not filters.takes(row):
             continue
         values = {ours: _at(row, theirs, where) for ours, theirs in columns.items()}
         confidence = values.get("confidence")
@@ -195,6 +200,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             kind=str(values["kind"]) if values.get("kind") is not None else None,
             labels=labels_of(row),
         )
+    filters.report()
 
 
 def _at(row: Mapping[str, object], name: str, where: str) -> object:

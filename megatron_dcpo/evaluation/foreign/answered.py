@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dcpo.data.chat_template import ENDS
+from megatron_dcpo.data.chat_template import END_TOKENS
 from megatron_dcpo.errors import UserError
 
 # Inspect's letters as its value_to_float reads them (P is partial, N no answer), and words
@@ -26,9 +25,6 @@ _VERDICTS = {
     "n": 0.0,
     "noanswer": 0.0,
 }
-# what chat templates write behind an answer, which some logs keep
-_NAMES = "|".join(map(re.escape, (*ENDS, "<pad>", "<|pad|>")))
-_END_TOKENS = re.compile(rf"(?:\s*(?:{_NAMES}))+\s*$")
 
 
 @dataclass(frozen=True)
@@ -63,9 +59,13 @@ def verdict(value: object, where: str) -> float:
     return share(value, where)
 
 
-def without_end_tokens(text: str) -> str:
+def without_end_token(text: str) -> str:
     """Return a response without the end tokens of its turn, if a log has kept them."""
-    return _END_TOKENS.sub("", text)
+    bare = text.rstrip()
+    while bare.endswith(END_TOKENS):
+        token = next(token for token in END_TOKENS if bare.endswith(token))
+        text = bare = bare.removesuffix(token).rstrip()
+    return text
 
 
 def share(value: object, where: str) -> float:

@@ -22,6 +22,38 @@ logger = logging.getLogger(__name__)
 _METRICS = ("exact_match", "extractive_match", "accuracy", "acc", "pass@1", "em", "math_verify")
 
 
+class Filters:
+    """The rows of one filter of a log of lm-eval: the ``chosen`` one, or that of the first row."""
+
+    def __init__(self, file: Path, chosen: str = "") -> None:
+        self._file = file
+        self._chosen = chosen
+        self._counts: Counter[str] = Counter()
+
+    def takes(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row is of the filter, and count it."""
+        name = str(row.get("filter") or "none")
+        self._counts[name] += 1
+        self._chosen = self._chosen or name
+        return name == self._chosen
+
+    def report(self) -> None:
+        """Say which of several filters was read. Raises :class:`UserError` if the file lacks it."""
+        chosen, counts = self._chosen, self._counts
+        if chosen and chosen not in counts:
+            raise UserError(f"{self._file} has no filter {chosen!r}; it has {', '.join(counts)}")
+        if len(counts) > 1:
+            others = ", ".join(name for name in counts if name != chosen)
+            logger.warning(
+                "%s: %d rows of the filter %s are read; it also has the filters %s (--columns "
+                "filter=NAME)",
+                self._file,
+                counts[chosen],
+                chosen,
+                others,
+            )
+
+
 def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
     """Yield the rows of lm-eval's ``samples_TASK_*.jsonl``. A row of a multiple choice has the
     log-probs of its options; the confidence is then the share of the chosen one.
@@ -30,14 +62,11 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
     ``filter_name`` are read, of the task's first filter if it is empty.
     """
     task = file.stem.removeprefix("samples_").rpartition("_")[0] or file.stem
-    counts: Counter[str] = Counter()
+    filters = Filters(file, filter_name)
     metrics: Counter[str] = Counter()
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
-        name = str(row.get("filter") or "none")
-        counts[name] += 1
-        filter_name = filter_name or name
-        if name != filter_name:
+        if not filters.takes(row):
             continue
         metric, *other_metrics = _metrics_of(row, where)
         metrics.update(f"{metric} (and not {other})" for other in other_metrics)
@@ -58,29 +87,13 @@ def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
             probability=probability,
             labels=labels_of(document),
         )
-    _report_filters(file, counts, filter_name)
+    filters.report()
     for chosen, count in metrics.items():
         logger.warning(
             "%s: the verdict of %d rows is their %s; --columns correct=NAME names another",
             file,
             count,
             chosen,
-        )
-
-
-def _report_filters(file: Path, counts: Counter[str], chosen: str) -> None:
-    """Say which of several filters was read. Raises :class:`UserError` if the file lacks it."""
-    if chosen and chosen not in counts:
-        raise UserError(f"{file} has no filter {chosen!r}; it has {', '.join(counts)}")
-    if len(counts) > 1:
-        others = ", ".join(name for name in counts if name != chosen)
-        logger.warning(
-            "%s: %d rows of the filter %s are read; it also has the filters %s (--columns "
-            "filter=NAME)",
-            file,
-            counts[chosen],
-            chosen,
-            others,
         )
 
 
@@ -299,13 +312,14 @@ class Form:
     has_filters: bool = False
 
 
+LM_EVAL = Form(
+    "lm-eval's samples",
+    frozenset({"doc_id", "resps", "target"}),
+    _lm_eval,
+    has_filters=True,
+)
 FORMS = (
-    Form(
-        "lm-eval's samples",
-        frozenset({"doc_id", "resps", "target"}),
-        _lm_eval,
-        has_filters=True,
-    ),
+    LM_EVAL,
     Form("lighteval's details", frozenset({"doc", "metric", "model_response"}), _lighteval),
     Form("verifiers' traces", frozenset({"env", "task", "traces"}), _verifiers),
     Form("TRL's completions", frozenset({"step", "prompt", "completion", "advantage"}), _trl),

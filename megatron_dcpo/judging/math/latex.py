@@ -121,15 +121,18 @@ _TRAILING_LETTERS = re.compile(r"(?<![A-Za-z\\])((?<=[0-9}])(?:[a-zA-Z]|ab|bc|cc
 _END = re.compile(r"(?:[.,;]|\\[,;:! ]|\\$|~|\s)+$")
 _BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])")
 _WRAPPERS = re.compile(
-    r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])"
+    r"\\(?:left|right)\."
+    r"|\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])"
     r"|\\(?:textstyle|scriptstyle|tiny|scriptsize|footnotesize|small|normalsize)(?![A-Za-z])"
-    r"|\\(?:large|Large|LARGE|huge|Huge|bf|it|sf|bfseries|boldmath)(?![A-Za-z])"
+    r"|\\(?:scriptscriptstyle|large|Large|LARGE|huge|Huge|bf|it|sf|bfseries|boldmath)(?![A-Za-z])"
+    r"|\\(?:rm|mathrm|mathbf|mathit|mathsf|mathtt)(?=\s*[0-9])|\\color\s*\{[A-Za-z]+\}"
 )
 # a font around a number; \mathbf{R} may be a set
 _FONTS = re.compile(rf"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|pmb)\s*({_BRACES})")
-# what may stand before the only value of a box
+# signs that may stand before the only value of a box
 _LEADING = re.compile(
-    r"\s*(?:=|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)(?![A-Za-z]))"
+    r"(?:\s*(?:=|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)"
+    r"(?![A-Za-z])))+"
 )
 
 
@@ -145,7 +148,7 @@ def spell_out(text: str) -> str:
 
 
 def without_relation(text: str) -> str:
-    r"""Return the text without the sign that it begins with: ``=4`` and ``\approx 4`` are 4."""
+    r"""Return the text without the signs that it begins with: ``=4`` and ``\approx 4`` are 4."""
     match = _LEADING.match(text)
     rest = "" if match is None else text[match.end() :].strip()
     return rest or text
@@ -156,8 +159,9 @@ def _plain_font(match: re.Match[str]) -> str:
 
 
 def without_sizes(text: str) -> str:
-    r"""Return the text without ``\left``, ``\right``, ``\big``, ``\displaystyle``, ``\Large`` and
-    ``\bf``, which do not change its meaning.
+    r"""Return the text without ``\left``, ``\right``, ``\big``, ``\displaystyle``, ``\Large``,
+    ``\bf``, ``\color{red}`` and fonts of a bare number (``\mathbf 4``), which do not change its
+    meaning.
     """
     return _WRAPPERS.sub("", text)
 

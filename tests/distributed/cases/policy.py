@@ -77,7 +77,7 @@ def run(options: dict[str, Any]) -> Any:
     packing = parallel.sequence_packing
     samples = samples_for_test()
     indices, splits = shared_out(
-        samples, parallel, topology, options.get("micro_batch_size", 2), max_tokens=260
+        samples, parallel, topology, options.get("micro_batch_size", 4), max_tokens=260
     )
     mine = [samples[i] for i in indices]
     logprobs = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)

@@ -1,9 +1,10 @@
-"""An environment of one turn: sums, answered behind ``=>``. Its options make it one of those that
-are refused.
+"""An environment of one turn: sums, answered behind ``=>``. Its options make it one of several
+turns or with a tool, or one of those that are refused.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -58,8 +59,40 @@ def compared(completions: list[Any]) -> list[float]:
 
 
 class OwnRollout(vf.SingleTurnEnv):
-    async def rollout(self) -> None:
-        return None
+    async def rollout(self, *arguments: Any) -> dict[str, Any]:
+        return await super().rollout(*arguments)
+
+
+class Counting(vf.MultiTurnEnv):
+    """Says how far the policy has come, in its three turns."""
+
+    async def env_response(
+        self, messages: list[dict[str, Any]], state: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        assert "0.987654" not in messages[-1]["content"], "a confidence"
+        turns = sum(message["role"] == "assistant" for message in messages)
+        if "go on" in messages[-1]["content"]:
+            turns = 0
+        return [{"role": "user", "content": f"Turn {turns}."}] if turns < 3 else []
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class Adding(vf.MultiTurnEnv):
+    """Adds for the policy."""
+
+    oai_tools = TOOLS
+
+    async def env_response(
+        self, messages: list[dict[str, Any]], state: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        results = []
+        for call in messages[-1].get("tool_calls", []):
+            arguments = json.loads(call["function"]["arguments"])
+            shown = str(arguments["a"] + arguments["b"])
+            results.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
+        return results
 
 
 def fail() -> None:
@@ -100,7 +133,7 @@ def load_environment(
         rubric = vf.JudgeRubric([right])
     if kind == "group_reward":
         rubric = vf.Rubric([compared])
-    kinds = {"turns": vf.MultiTurnEnv, "group": vf.EnvGroup, "rollout": OwnRollout}
+    kinds = {"turns": Counting, "tools": Adding, "rollout": OwnRollout}
     held_out = problems(range(100, 100 + tests)) if tests else None
     trained = problems(range(1, 6))
     if kind == "leaves_a_process":
@@ -109,4 +142,6 @@ def load_environment(
         random.shuffle(trained)
         trained[0]["info"]["draws"] = np.random.random(3)
         trained[0]["info"]["one"] = np.array([5])
+    if kind == "group":
+        return vf.EnvGroup([Counting(rubric, trained), Adding(rubric, trained)])
     return kinds.get(kind, vf.SingleTurnEnv)(rubric, trained, held_out)

@@ -234,6 +234,38 @@ def test_a_turn_with_reasoning_is_learned_as_the_template_writes_it(
         load(tmp_path, row, options=PromptOptions(template="raw"))
 
 
+THINKS = "<think>\nTwo and two.\n</think>\n\n4"
+OPENS = CHATML.replace(
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
+    "<think>\n",
+)  # as DeepSeek-R1's
+
+
+@pytest.mark.parametrize("response", [THINKS, "Two and two.\n</think>\n\n4", "\n" + THINKS])
+def test_a_response_that_thinks_is_refused_behind_a_prompt_that_has_ended_it(
+    tmp_path: Path, response: str
+) -> None:
+    off = PromptOptions(template="chat", thinking="off")
+    turns = [USER, {"role": "assistant", "content": response}]
+    for row in ({**PAIR, "response": response}, {"messages": turns}):
+        with pytest.raises(UserError, match=r"row 1\b.*data\.thinking=on"):
+            load(tmp_path, row, options=off)
+        (one,) = load(tmp_path, row)
+        assert texts(one)[1] == f"{response}<|im_end|>"
+
+
+@pytest.mark.parametrize("response", [THINKS, THINKS.removeprefix("<think>\n")])
+def test_the_opening_of_the_thinking_stands_once(tmp_path: Path, response: str) -> None:
+    """It belongs to the prompt; spans still count the characters of the row's response."""
+    start = response.index("4")
+    span = {"start": start, "end": start + 1, "weight": 3}
+    row = {**PAIR, "response": response, "spans": [span]}
+    (one,) = load(tmp_path, row, tokenizer=tokenizer_with(OPENS))
+    assert texts(one)[0].endswith("<|im_start|>assistant\n<think>\n")
+    assert texts(one)[1] == "Two and two.\n</think>\n\n4<|im_end|>"
+    assert [weight for weight in one.weights if weight != 1] == [3, 3]
+
+
 def test_reasoning_of_an_earlier_turn_is_the_templates_to_leave_out(tmp_path: Path) -> None:
     earlier = {**ANSWER, "reasoning_content": "Two and two."}
     (one,) = load(tmp_path, {"messages": [USER, earlier, USER, ANSWER]})

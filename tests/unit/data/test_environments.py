@@ -21,13 +21,17 @@ from megatron_dcpo.config.sections import JudgingConfig, SourceConfig
 from megatron_dcpo.data import load_benchmark, load_records
 from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
 from megatron_dcpo.data.datasets import message_prompts, task_name
-from megatron_dcpo.data.environments import EnvironmentSpec, parse_environment
+from megatron_dcpo.data.environments import (
+    EnvironmentSpec,
+    check_rollouts,
+    parse_environment,
+)
 from megatron_dcpo.data.gym import gym_path
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import verifiers
-from tests.helpers.environments import LETTERS, use_stand_ins
+from tests.helpers.environments import COUNTS, LETTERS, use_stand_ins
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.processes import left_after
 
@@ -132,9 +136,6 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"{SUMS}?kind=ends", "SystemExit"),
         (f"{SUMS}?kind=is_killed", "signal 9"),
         (f"{SUMS}?knd=turns", "'knd'"),
-        (f"{SUMS}?kind=turns", "MultiTurnEnv"),
-        (f"{SUMS}?kind=group", "group of environments"),
-        (f"{SUMS}?kind=rollout", "rollout"),
         (f"{SUMS}?kind=judge", "judge=true"),
         (f"{SUMS}?kind=group_reward", "compared"),
         (f"{SUMS}?weights=[1,0.2]", "range=0..1.2"),
@@ -154,7 +155,6 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"nemo_gym:letters?data={LETTERS}&mode=1", "'mode'"),
         (f"nemo_gym:letters?data={LETTERS}&part_of_reward=much", "part_of_reward"),
         (f"nemo_gym:numbers?data={LETTERS}", "resources_servers.numbers"),
-        (f"nemo_gym:session?data={LETTERS}", "SessionServer"),
         (f"nemo_gym:referring?data={LETTERS}", "label=..."),
         (f"nemo_gym:judged?data={LETTERS}", "judge=http://HOST:PORT"),
         (f"nemo_gym:judged?data={LETTERS}&judge=yes", "judge=yes"),
@@ -170,11 +170,42 @@ def test_what_cannot_be_used_is_one_line(path: str, named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("turns", "Counting"),
+        ("tools", "Adding"),
+        ("group", "group of environments"),
+        ("rollout", "OwnRollout has its own rollout"),
+    ],
+)
+def test_more_than_one_turn_needs_the_environments_own_rollout(kind: str, named: str) -> None:
+    rows = [record.row for record in load_records(f"{SUMS}?kind={kind}")]
+    with pytest.raises(UserError, match=named) as refused:
+        check_rollouts(rows, "", "chat", SUMS)
+    assert "rollout.agent=environment" in str(refused.value)
+    check_rollouts(rows, "environment", "chat", SUMS)
+    with pytest.raises(UserError, match=r"data\.template=paper"):
+        check_rollouts(rows, "environment", "paper", SUMS)
+
+
+def test_servers_of_nemo_gym_with_sessions_and_tools() -> None:
+    rows = [record.row for record in load_records(f"nemo_gym:session?data={COUNTS}")]
+    with pytest.raises(UserError, match="SessionServer prepares a session"):
+        check_rollouts(rows, "", "chat", "nemo_gym:session")
+
+
+def test_one_turn_needs_no_rollout_of_its_own() -> None:
+    rows = [record.row for record in load_records(f"{SUMS}?size=1")]
+    check_rollouts([None, {}, *rows], "", "paper", SUMS)
+    check_rollouts([None, {}, *rows], "my_agent.py:run", "paper", SUMS)
+
+
+@pytest.mark.parametrize(
     ("line", "named"),
     [
         ("no JSON", "problem 2"),
         ("[]", "problem 2"),
-        ('{"responses_create_params": {"input": [{"type": "function_call"}]}}', "tools"),
+        ('{"responses_create_params": {"input": [{"type": "function_call"}]}}', "function_call"),
     ],
 )
 def test_a_file_of_problems_that_cannot_be_read(line: str, named: str, tmp_path: Path) -> None:

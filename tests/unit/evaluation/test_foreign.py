@@ -318,6 +318,29 @@ def test_the_verdict_that_is_read_is_said_where_there_are_several(
     assert not caplog.text
 
 
+def test_a_document_counts_once_where_columns_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = two_filters(tmp_path)
+    named = {"correct": "exact_match", "group": "doc_id", "text": "resps.0.0"}
+    assert shown(file, **named) == [("0", 0.0, 0.8), ("1", 1.0, 0.8)]
+    assert "2 rows of the filter strict-match" in caplog.text
+    named["filter"] = "flexible-extract"
+    assert shown(file, **named) == [("0", 1.0, 0.8), ("1", 1.0, 0.8)]
+    with pytest.raises(UserError, match="strict-match, flexible-extract"):
+        read_any(file, {**named, "filter": "lenient"})
+
+
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "<|im_end|>\n<|endoftext|>", "</s></s>\n", "<｜end▁of▁sentence｜>", ""]
+)
+def test_end_tokens_that_a_log_has_kept_are_no_text(tmp_path: Path, end: str) -> None:
+    file = tmp_path / "1.jsonl"
+    row = {"input": "2+2=", "output": f"4\n<conf> Confidence: 0.8{end}", "score": 1.0, "step": 1}
+    file.write_text(json.dumps(row) + "\n")
+    assert shown(file) == [("2+2=", 1.0, 0.8)]
+
+
 @pytest.mark.parametrize("responses", [[["4", "5"]], [["4"], ["5"]]])
 def test_one_verdict_about_several_responses_is_refused(tmp_path: Path, responses: Any) -> None:
     file = lm_eval_rows(tmp_path, {"doc_id": 0, "resps": responses, "exact_match": 1.0})

@@ -1,4 +1,4 @@
-"""The calculator's rollout: a call is one response of two turns, and its tokens are nobody's."""
+"""The calculator's agent and program, as sessions with an engine that says what a script says."""
 
 from __future__ import annotations
 
@@ -10,107 +10,90 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_dcpo.rollout import RolloutContext, SamplingConfig
-from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
+from megatron_dcpo.config import load_config
+from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.agents import AgentRollout, options_of
+from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.chat_policy import ScriptedEngine
 from tests.helpers.paths import EXAMPLES
 
-PATH = f"{EXAMPLES / 'calculator' / 'rollout.py'}:rollout"
-TOKENIZER = AutoTokenizer.from_pretrained(EXAMPLES / "quickstart" / "policy")
+FOLDER = EXAMPLES / "calculator"
 REST = " \\boxed{2776}\n<conf> Confidence: 0.99"
+SCRIPT = {
+    "347*8=": "[347*8]99 what it makes up behind its call is thrown away",
+    "347*8=[347*8]6772": REST,
+    "347*52=": "[347*52]",
+    "347*52=[347*52]E": "1 \\boxed{1}",
+    "347+8=": "[347+8]",
+    "347+8=[347+8]E": "1 \\boxed{1}",
+    "12*2=": "42 \\boxed{24}",
+    "12*3=": "6[12*3]",
+}
 
 
-def encode(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text, add_special_tokens=False))
+@pytest.fixture(scope="module", params=["dcpo.yaml", "program.yaml"])
+def rollout(request: pytest.FixtureRequest) -> Iterator[AgentRollout]:
+    config = load_config(FOLDER / request.param)
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "quickstart" / "policy")
+    chat = ChatTokens(tokenizer, token_bytes(tokenizer), (tokenizer.eos_token_id,))
+    engine: Any = ScriptedEngine(lambda text: SCRIPT[text], chat)
+    made = AgentRollout(engine, chat, options_of(config.rollout, 64, "<conf>", []), "policy")
+    yield made
+    made.close()
 
 
-class Scripted:
-    """An engine that answers what a script says to a text."""
-
-    eos_token_ids = (TOKENIZER.eos_token_id,)
-
-    def __init__(self, script: dict[str, str]) -> None:
-        self.script = script
-        self.limits: list[int] = []
-
-    def stream(self, samples: Any, sampling: SamplingConfig, step: int) -> Iterator[list[Response]]:
-        self.limits.append(sampling.max_tokens)
-        for prompt, index in samples:
-            ids = [*encode(self.script[TOKENIZER.decode(prompt.token_ids)])]
-            ids.append(TOKENIZER.eos_token_id)
-            yield [
-                Response(
-                    prompt_id=prompt.prompt_id,
-                    sample_index=index,
-                    token_ids=np.array(ids),
-                    logprobs=np.full(len(ids), -0.5, np.float32),
-                    finish_reason="stop",
-                    weights_version=1,
-                    step=step,
-                )
-            ]
+@pytest.fixture(scope="module")
+def responses(rollout: AgentRollout) -> dict[str, Response]:
+    samples = []
+    for problem in ("347*8=", "347*52=", "347+8=", "12*2=", "12*3="):
+        ids = tuple(rollout.chat.encode(problem))
+        samples.append((Prompt(problem, (), ids, "2776", "t", problem=problem), 0))
+    got = rollout.stream(samples, SamplingConfig(max_tokens=64), 1)
+    return {one.prompt_id: one for together in got for one in together}
 
 
-def answered(script: dict[str, str]) -> list[Response]:
-    """The responses to the first problem of the script."""
-    problem = next(iter(script))
-    prompt = Prompt("p", (), tuple(encode(problem)), "", "t")
-    engine: Any = Scripted(script)
-    context = RolloutContext(
-        engine=engine, tokenizer=TOKENIZER, sampling=SamplingConfig(max_tokens=64), step=1
-    )
-    stream = checked_stream(
-        function=load_rollout_function(PATH),
-        path=PATH,
-        samples=[(prompt, 0), (prompt, 1)],
-        context=context,
-        vocab_size=len(TOKENIZER),
-    )
-    responses = [one for together in stream for one in together]
-    assert max(len(response.token_ids) for response in responses) <= 64
-    assert set(engine.limits) == {64 - 12 - 4}, "both turns fit into a response"
-    return responses
-
-
-def text_of(response: Response, *, sampled: bool) -> str:
+def text_of(rollout: AgentRollout, response: Response, *, sampled: bool) -> str:
     """What the policy has sampled of a response, or what was written."""
+    assert response.failure is None
     mask = response.loss_mask
     assert mask is not None
-    return str(TOKENIZER.decode(response.token_ids[mask == sampled]))
+    return rollout.chat.text_of(response.token_ids[mask == sampled])
 
 
-def test_a_call_is_answered_and_the_policy_goes_on() -> None:
-    for response in answered(
-        {
-            "347*8=": "[347*8]99 what it makes up behind its call is thrown away",
-            "347*8=[347*8]6772": REST,
-        }
-    ):
-        assert text_of(response, sampled=True) == f"[347*8]{REST}<|endoftext|>"
-        assert text_of(response, sampled=False) == "6772"
+def test_a_call_is_answered_and_the_policy_goes_on(
+    rollout: AgentRollout, responses: dict[str, Response]
+) -> None:
+    response = responses["347*8="]
+    assert text_of(rollout, response, sampled=True) == f"[347*8]{REST}<|endoftext|>"
+    assert text_of(rollout, response, sampled=False) == "6772"
+    assert response.contexts == ()
+    is_program = bool(rollout.options.command)
+    assert response.verdict == ({"score": 1.0} if is_program else None)
 
 
-@pytest.mark.parametrize("call", ["[347*52]", "[347+8]", "[*]", "[]", "[347*]"])
-def test_what_the_display_cannot_show_is_an_error(call: str) -> None:
-    for response in answered({"347*52=": call, f"347*52={call}E": "1 \\boxed{1}"}):
-        assert text_of(response, sampled=False) == "E"
+@pytest.mark.parametrize("problem", ["347*52=", "347+8="])
+def test_what_the_display_cannot_show_is_an_error(
+    rollout: AgentRollout, responses: dict[str, Response], problem: str
+) -> None:
+    assert text_of(rollout, responses[problem], sampled=False) == "E"
 
 
-@pytest.mark.parametrize(
-    "text", ["6772 \\boxed{2776}", "6[347*8]", "[347*8", "[" * 20, "x" * 20 + "]"]
-)
-def test_without_a_call_a_response_is_one_turn(text: str) -> None:
-    for response in answered({"347*8=": text}):
-        assert text_of(response, sampled=True) == f"{text}<|endoftext|>"
-        assert text_of(response, sampled=False) == ""
+@pytest.mark.parametrize(("problem", "text"), [("12*2=", "42 \\boxed{24}"), ("12*3=", "6[12*3]")])
+def test_without_a_call_a_response_is_one_turn(
+    rollout: AgentRollout, responses: dict[str, Response], problem: str, text: str
+) -> None:
+    sampled = text_of(rollout, responses[problem], sampled=True)
+    assert sampled.removesuffix("<|endoftext|>") == text
+    assert text_of(rollout, responses[problem], sampled=False) == ""
 
 
 def test_the_demonstrations_train_nothing_of_the_calculator(tmp_path: Path) -> None:
-    script = EXAMPLES / "calculator" / "demonstrations.py"
+    script = FOLDER / "demonstrations.py"
     out = tmp_path / "shown.jsonl"
     subprocess.run(
         [sys.executable, script, "--out", out, "--rows", "400"], check=True, capture_output=True
@@ -134,8 +117,8 @@ def test_the_demonstrations_train_nothing_of_the_calculator(tmp_path: Path) -> N
 
 
 def test_the_picture_tells_responses_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES / "calculator"))
-    monkeypatch.delitem(sys.modules, "rollout", raising=False)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "agent", raising=False)
     picture = importlib.import_module("picture")
     kinds = [picture.kind_of(t) for t in ("6 \\boxed{6}", "[2*3]6 ", "[999*99]E9", "[2*3")]
     assert kinds == ["no call", "product shown", "error shown", "no call"]

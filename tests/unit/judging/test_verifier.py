@@ -145,6 +145,12 @@ def test_keys_of_a_float_computation_are_the_number_they_stand_for(
         r"\sim 4",
         r"\therefore 4",
         r"\textstyle 4",
+        r"\scriptscriptstyle 4",
+        r"\rm 4",
+        r"\mathbf 4",
+        r"\color{red} 4",
+        r"\left. 4 \right.",
+        r"= \approx 4",
     ],
 )
 def test_fonts_sizes_and_signs_before_a_number(box: str) -> None:

@@ -17,8 +17,8 @@ from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.planning.simulate import (
     PARTS,
+    Assumptions,
     Costs,
-    Environment,
     Scenario,
     Step,
     costs_of,
@@ -195,9 +195,9 @@ def test_the_split_is_the_fastest_of_those_that_fit(reserve, best):
         )
         split = replace(machine, gpus=trainers, engine_gpus=8 - trainers)
         plan = make_plan(replace(config, rollout=rollout), split, Rates())
-        costs = costs_of(plan, Environment())
+        costs = costs_of(plan, Assumptions())
         assert (costs.engines, plan.engine.tensor_model_parallel_size) == (8 - trainers, 1)
-        draws = length_stream((), 7666, 32768, Environment().seed)
+        draws = length_stream((), 7666, 32768, Assumptions().seed)
         alone = one_step_off(simulate(costs, draws, 1024, module.STEPS))
         found[f"one step off, {trainers} + {8 - trainers}"] = (
             sum(step.seconds for step in alone) / len(alone),
@@ -205,7 +205,7 @@ def test_the_split_is_the_fastest_of_those_that_fit(reserve, best):
         )
     assert min(found, key=lambda name: found[name][0]) == "one step off, 2 + 6"
     fastest = min((name for name in found if found[name][1]), key=lambda name: found[name][0])
-    ran = {one.name: one for one in scenarios(config, machine, Rates(), Environment())}
+    ran = {one.name: one for one in scenarios(config, machine, Rates(), Assumptions())}
     assert (
         [name for name in ran if name.startswith("one step off")]
         == [fastest]
@@ -241,7 +241,7 @@ def test_several_nodes_are_divided_as_a_whole():
 
 def test_a_run_that_is_one_step_off_is_compared_with_taking_turns():
     config, machine = of_8b("dcpo_async"), Machine(8, engine_gpus=8)
-    first, twice, split, colocated, _ = scenarios(config, machine, Rates(), Environment())
+    first, twice, split, colocated, _ = scenarios(config, machine, Rates(), Assumptions())
     names = [one.name for one in (twice, split, colocated)]
     assert names == [
         "twice the GPUs for the rollout",

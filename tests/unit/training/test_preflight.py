@@ -1,6 +1,7 @@
 """Every illegal combination is named by a dry run, in one line, before anything is allocated."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,33 @@ def test_a_dry_run_looks_at_the_run_directory_as_the_run_does(tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
     assert dry_run([f"run_dir={tmp_path / 'new' / 'run'}"], capsys)[0] == 0
     assert sorted(tmp_path.iterdir()) == before
+
+
+def sft_command(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"prompt": "2 and 2=", "response": "4"}) + "\n")
+    command = ["sft", "--config", str(QUICKSTART / "sft.yaml"), "--dry-run", f"data.path={data}"]
+    return [*command, "data.examples_per_step=1"]
+
+
+def test_a_dry_run_of_sft_looks_at_the_weights(tmp_path, capsys):
+    """As every verb does: those of an index beside those of one file are two models."""
+    model = shutil.copytree(QUICKSTART / "policy", tmp_path / "model")
+    command = [*sft_command(tmp_path), f"model.path={model}", f"run_dir={tmp_path / 'run'}"]
+    assert main(command) == 0
+    assert "shapes that config.json implies" in capsys.readouterr().out
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    assert main(command) == 2
+    assert "two sets of weights" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_sft_looks_at_the_run_directory_too(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    command = sft_command(tmp_path)
+    for directory, why in ((tmp_path / "file" / "run", "file is not a directory"), (run, "step 7")):
+        assert main([*command, f"run_dir={directory}"]) == 2
+        assert why in capsys.readouterr().err
+    assert main([*command, f"run_dir={tmp_path / 'new'}"]) == 0

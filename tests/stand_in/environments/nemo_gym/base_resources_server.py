@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_gym.server_utils import served
 from pydantic import BaseModel, ConfigDict
 
 
@@ -30,3 +31,12 @@ class SimpleResourcesServer(BaseModel):
 
     async def seed_session(self, body: BaseModel) -> None:
         return None
+
+    def setup_webserver(self) -> Any:
+        async def seed(session: str, body: dict[str, Any]) -> Any:
+            return {}
+
+        async def verify(session: str, body: dict[str, Any]) -> Any:
+            return await self.verify(BaseVerifyRequest(**body))  # type: ignore[attr-defined]
+
+        return served({"/seed_session": seed, "/verify": verify})

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import openai
+
 __version__ = "0.0.stand-in"
 
 
@@ -65,8 +67,14 @@ class JudgeRubric(Rubric):
     pass
 
 
+class EmptyModelResponseError(Exception):
+    pass
+
+
 class MultiTurnEnv:
     message_type = "chat"
+    max_turns = 10
+    oai_tools: list[dict[str, Any]] | None = None
 
     def __init__(
         self, rubric: Rubric, dataset: Dataset | None = None, eval_dataset: Dataset | None = None
@@ -75,8 +83,42 @@ class MultiTurnEnv:
         self.dataset = dataset
         self.eval_dataset = eval_dataset
 
-    async def rollout(self) -> None:
-        raise NotImplementedError
+    async def env_response(
+        self, messages: list[dict[str, Any]], state: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        return []
+
+    async def rollout(
+        self,
+        row: dict[str, Any],
+        client: openai.AsyncOpenAI,
+        model: str,
+        sampling_args: dict[str, Any],
+    ) -> dict[str, Any]:
+        state = await self.setup_state(await self.init_state(row, client, model, sampling_args))
+        state["error"] = None
+        messages = list(state["prompt"])
+        options: dict[str, Any] = {"tools": self.oai_tools} if self.oai_tools else {}
+        for _ in range(self.max_turns):
+            try:
+                reply = await client.chat.completions.create(
+                    model=model, messages=messages, **options, **sampling_args
+                )
+            except openai.BadRequestError as error:
+                if "context length" not in str(error):
+                    state["error"] = error
+                break
+            message = reply.choices[0].message
+            if not message.content and not message.tool_calls:
+                state["error"] = EmptyModelResponseError("no content and no calls")
+                break
+            messages.append(message.model_dump(exclude_none=True))
+            more = await self.env_response(messages, state)
+            if not more:
+                break
+            messages += more
+        state["completion"] = messages[len(state["prompt"]) :]
+        return state
 
     async def init_state(
         self, row: dict[str, Any], client: object, model: str, sampling_args: object
@@ -92,7 +134,26 @@ class SingleTurnEnv(MultiTurnEnv):
 
 
 class EnvGroup(MultiTurnEnv):
-    pass
+    """Rows say with ``task`` of which environment they are."""
+
+    def __init__(self, envs: list[MultiTurnEnv]) -> None:
+        rows = Dataset()
+        for number, environment in enumerate(envs):
+            rows += [{**row, "task": number} for row in environment.dataset or ()]
+        super().__init__(GroupRubric(envs), rows, rows)
+        self.envs = envs
+
+    async def rollout(self, row: dict[str, Any], *others: Any) -> dict[str, Any]:
+        return await self.envs[row["task"]].rollout(row, *others)
+
+
+class GroupRubric(Rubric):
+    def __init__(self, envs: list[MultiTurnEnv]) -> None:
+        super().__init__([])
+        self.envs = envs
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        await self.envs[state["input"]["task"]].rubric.score_rollout(state)
 
 
 def load_environment(name: str, **options: Any) -> MultiTurnEnv:

@@ -1,0 +1,266 @@
+"""The process that starts sessions: one process for each, forked from this one, in which what they
+run is imported once. Started by ``agents.py``, never by hand, in this Python or in that of an
+environment: it needs the standard library alone.
+
+``load``, module:function, returns what a session runs: a function of its order, which returns a
+result that JSON has. ``explained`` of the same module says why a session has failed, of an
+exception.
+
+A JSON object per line on stdin says ``start`` or ``kill``; one per line on stdout says how a
+session ended. A session's process has a group of its own, and limits of memory and time. When stdin
+ends, everything ends. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+MOST_BYTES = 1 << 20  # of what a session returns
+_LOOK_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class SessionWork(NamedTuple):
+    """What a session runs, and what says why it has failed."""
+
+    run: Callable[[dict[str, Any]], object]
+    explained: Callable[[BaseException], str]
+
+
+@dataclass
+class _AgentProcess:
+    """The process of a session, and what it has said of its result."""
+
+    number: int
+    pid: int
+    pipe: int
+    deadline: float
+    said: bytearray = field(default_factory=bytearray)
+    killed: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--memory", type=int, required=True, help="bytes beyond the imports")
+    parser.add_argument("load", help="module:function that returns what a session runs")
+    parser.add_argument("arguments", nargs="*")
+    options = parser.parse_args()
+    # nothing that a session's module prints may be taken for a result
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)
+    results = os.fdopen(os.dup(1), "wb", buffering=0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    _ignore_stops()
+    module, _, name = options.load.partition(":")
+    explained: Callable[[BaseException], str] = _in_words
+    try:
+        found = importlib.import_module(module)
+        explained = found.explained
+        run = getattr(found, name)(*options.arguments)
+    except BaseException as error:
+        _say(results, {"error": explained(error)})
+        return
+    _ignore_stops()  # what was loaded may have taken them
+    _say(results, {"ready": True})
+    Host(SessionWork(run, explained), orders, results, options.seconds, options.memory).serve()
+
+
+def _ignore_stops() -> None:
+    """Leave the signals that end a run to the trainer."""
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_IGN)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Host:
+    """Starts sessions, watches them, and says how they ended."""
+
+    def __init__(
+        self,
+        work: SessionWork,
+        orders: BinaryIO,
+        results: BinaryIO,
+        seconds: float,
+        memory: int,
+    ) -> None:
+        self.work = work
+        self.orders = orders
+        self.results = results
+        self.seconds = seconds
+        self.memory = memory
+        self.running: dict[int, _AgentProcess] = {}  # by their pipes
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(orders, selectors.EVENT_READ)
+        self.received = bytearray()
+
+    def serve(self) -> None:
+        """Carry out orders until there are no more, then end all sessions."""
+        is_open = True
+        while is_open:
+            for key, _ in self.selector.select(self._pause()):
+                if key.fileobj is self.orders:
+                    is_open = self._take_orders()
+                elif key.fd in self.running:  # it may just have been ended
+                    self._read(self.running[key.fd])
+            now = time.monotonic()
+            for session in list(self.running.values()):
+                if session.deadline < now and not session.killed:
+                    self._kill(session, f"it took more than {self.seconds:g} seconds")
+        for session in list(self.running.values()):
+            self._kill(session, "the run ends")
+
+    def _pause(self) -> float:
+        soonest = min((one.deadline for one in self.running.values()), default=None)
+        if soonest is None:
+            return _LOOK_SECONDS
+        return min(_LOOK_SECONDS, max(0.0, soonest - time.monotonic()))
+
+    def _take_orders(self) -> bool:
+        received = self.orders.read(1 << 16)
+        if not received:
+            return False
+        self.received += received
+        *lines, rest = self.received.split(b"\n")
+        self.received = bytearray(rest)
+        for line in lines:
+            order = json.loads(line)
+            if "kill" in order:
+                for session in list(self.running.values()):
+                    if session.number == order["kill"]:
+                        self._kill(session, "it was given up")
+            else:
+                self._start(order)
+        return True
+
+    def _start(self, order: dict[str, Any]) -> None:
+        reader, writer = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(reader)
+            os.close(writer)
+            _say(self.results, {"id": order["id"], "error": f"no process: {error.strerror}"})
+            return
+        if pid == 0:
+            self._in_session(order, writer)
+        os.close(writer)
+        os.set_blocking(reader, False)
+        deadline = time.monotonic() + self.seconds
+        session = _AgentProcess(number=order["id"], pid=pid, pipe=reader, deadline=deadline)
+        self.running[reader] = session
+        self.selector.register(reader, selectors.EVENT_READ)
+
+    def _in_session(self, order: dict[str, Any], writer: int) -> NoReturn:
+        """Carry out a session, in its process."""
+        try:
+            os.setsid()
+            _end_with_parent()
+            for other in self.running:
+                os.close(other)
+            self.orders.close()
+            self.results.close()
+            os.dup2(0, 2)  # what a session prints is thrown away
+            for stop in _STOPS:
+                signal.signal(stop, signal.SIG_DFL)
+            _limit_memory(self.memory)
+            os.environ.update(
+                OPENAI_BASE_URL=order["base_url"],
+                OPENAI_API_KEY=order["api_key"],
+                NO_PROXY="127.0.0.1,localhost",
+                no_proxy="127.0.0.1,localhost",
+            )
+            random.seed(order["problem"]["seed"])
+            word = json.dumps({"value": self.work.run(order)}).encode()
+            if len(word) > MOST_BYTES:
+                word = json.dumps({"error": f"it returned more than {MOST_BYTES} bytes"}).encode()
+        except BaseException as error:
+            word = json.dumps({"error": self.work.explained(error)}).encode()
+        with contextlib.suppress(OSError):
+            view = memoryview(word)
+            while view:
+                view = view[os.write(writer, view) :]
+        os._exit(0)
+
+    def _read(self, session: _AgentProcess) -> None:
+        try:
+            said = os.read(session.pipe, 1 << 16)
+        except BlockingIOError:
+            return
+        session.said += said
+        if said and len(session.said) <= MOST_BYTES:
+            return
+        self._end(session)
+
+    def _kill(self, session: _AgentProcess, why: str) -> None:
+        session.killed = why
+        self._end(session)
+
+    def _end(self, session: _AgentProcess) -> None:
+        """End the processes of a session, and say how it ended."""
+        self.selector.unregister(session.pipe)
+        os.close(session.pipe)
+        del self.running[session.pipe]
+        with contextlib.suppress(OSError):
+            os.killpg(session.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # it may not have begun a group yet
+            os.kill(session.pid, signal.SIGKILL)
+        status = 0
+        with contextlib.suppress(ChildProcessError):
+            status = os.waitpid(session.pid, 0)[1]
+        _say(self.results, {"id": session.number, **_result_of(session, status)})
+
+
+def _result_of(session: _AgentProcess, status: int) -> dict[str, Any]:
+    if session.killed:
+        return {"error": session.killed}
+    try:
+        result = json.loads(session.said)
+    except ValueError:
+        ended = f"signal {status & 127}" if status & 127 else f"status {status >> 8}"
+        return {"error": f"its process ended with {ended} and no result"}
+    return dict(result)
+
+
+def _limit_memory(memory: int) -> None:
+    """Limit what this process, and each that it starts, may have of writable memory of its own:
+    what it has now, and ``memory`` bytes. Address space that is only reserved does not count.
+    """
+    in_use = 0
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        in_use = int(file.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use + memory,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _end_with_parent() -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _say(results: BinaryIO, word: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the trainer has ended
+        results.write(json.dumps(word).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,519 @@
+"""Agents, commands and environments of others make the responses: each runs as its author wrote it,
+in a process of its own, with the policy as its OpenAI endpoint
+(:mod:`megatron_dcpo.rollout.door`).
+
+A session that fails is no response, and never a wrong one: its :attr:`Response.failure` says why,
+and it is left out of its group. One whose agent ends after a call was refused because its budget is
+used up is truncated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_dcpo.data.environments import (
+    GUEST,
+    RUNS_FILE,
+    environment_of,
+    parse_environment,
+)
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.function_verifier import checked_result
+from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.chat_tokens import ChatTokens
+from megatron_dcpo.rollout.door import Door
+from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, sample_seed
+from megatron_dcpo.rollout.sessions import AskedCall, Planned, Session, SessionLimits, failed
+from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.text import printable
+from megatron_dcpo.types import HASH_SEED, OWN_ROLLOUT, Prompt, Response, ResponseKey
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+_HOST = Path(__file__).with_name("agent_host.py")
+_WORK = "megatron_dcpo.rollout.agent_work"
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What runs, a function by import path (``agent``), a ``command``, or the ``environments`` at
+    these paths, and its limits. ``sequence_tokens`` is the longest sequence that the engine takes;
+    ``marker`` opens a confidence, for which the policy is asked if ``asks_confidence``.
+    """
+
+    agent: str
+    command: str
+    at_once: int
+    seconds: float
+    memory_mb: int
+    calls: int
+    sequence_tokens: int
+    marker: str
+    asks_confidence: bool
+    environments: tuple[str, ...] = ()
+
+    @property
+    def option(self) -> str:
+        """Return the option that names what runs, for messages."""
+        if self.agent:
+            return f"rollout.agent={self.agent}"
+        return f"rollout.command={self.command}"
+
+
+class AgentLimits(Protocol):
+    """What options of agents are called, in a training and in an evaluation."""
+
+    @property
+    def agent(self) -> str: ...
+    @property
+    def command(self) -> str: ...
+    @property
+    def agent_sessions(self) -> int: ...
+    @property
+    def agent_seconds(self) -> float: ...
+    @property
+    def agent_memory_mb(self) -> int: ...
+    @property
+    def agent_calls(self) -> int: ...
+    @property
+    def asks_confidence(self) -> bool: ...
+
+
+def options_of(
+    rollout: AgentLimits, sequence_tokens: int, marker: str, prompts: Iterable[Prompt]
+) -> AgentOptions:
+    """Return the options of the section ``rollout`` of a configuration, for these ``prompts``.
+    Raises :class:`UserError` if environments are to make the responses, and no prompt is of one.
+    """
+    environments: dict[str, None] = {}  # in their order
+    if rollout.agent == OWN_ROLLOUT:
+        for prompt in prompts:
+            path = environment_of(prompt.row)
+            if path:
+                environments[path] = None
+        if not environments:
+            raise UserError(
+                f"rollout.agent={OWN_ROLLOUT}: no problem is of an environment (verifiers:ENV or "
+                "nemo_gym:SERVER), so nothing would run; remove it"
+            )
+    return AgentOptions(
+        agent=rollout.agent,
+        command=rollout.command,
+        at_once=rollout.agent_sessions,
+        seconds=rollout.agent_seconds,
+        memory_mb=rollout.agent_memory_mb,
+        calls=rollout.agent_calls,
+        sequence_tokens=sequence_tokens,
+        marker=marker,
+        asks_confidence=rollout.asks_confidence,
+        environments=tuple(environments),
+    )
+
+
+class AgentRollout:
+    """Runs agents on the samples of a rollout; has the shape of a user's rollout function. The
+    door and the processes live until :meth:`close`.
+    """
+
+    def __init__(self, engine: Engine, chat: ChatTokens, options: AgentOptions, model: str) -> None:
+        self.engine = engine
+        self.chat = chat
+        self.options = options
+        self.hosts: dict[str, AgentHost] = {}
+        try:
+            for path, program in programs_of(options).items():
+                self.hosts[path] = AgentHost(program, options.seconds, options.memory_mb)
+        except BaseException:
+            self._close_hosts()
+            raise
+        self.door = Door(chat, model)
+        self._warned = False
+
+    def close(self) -> None:
+        """End the processes and the endpoint."""
+        self._close_hosts()
+        self.door.close()
+
+    def _close_hosts(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+    def stream(
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """Yield the response of every (prompt, index) when its session has ended. Raises what
+        :meth:`Engine.serve` raises.
+        """
+        arrivals = Arrivals()
+        sessions = _Sessions(self, arrivals, samples, sampling, step)
+        for host in self.hosts.values():
+            host.woken = arrivals.wake
+        self.door.arrivals = arrivals
+        try:
+            sessions.start()
+            with closing(self.engine.serve(arrivals, sampling, step)) as served:
+                for responses in served:
+                    finished = sessions.advance(responses)
+                    if sessions.are_over:
+                        arrivals.close()
+                    if finished:
+                        yield finished
+        finally:
+            self.door.arrivals = None
+            sessions.give_up()
+
+    def host_of(self, prompt: Prompt) -> AgentHost | None:
+        """Return what starts the session of a problem: the host of its environment, or of the
+        agent. None if environments make the responses and the problem is of none: then the policy
+        is asked once.
+        """
+        if self.options.agent == OWN_ROLLOUT:
+            return self.hosts.get(environment_of(prompt.row))
+        return self.hosts[""]
+
+    def warn(self, key: ResponseKey, why: str) -> None:
+        """Log the first session of a run that fails; the others are counted."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: response %d to %s: %s; it is left out, as are others that fail, and counted "
+                "in rollout/agent_error",
+                self.options.option,
+                key[1],
+                key[0],
+                printable(why)[:400],
+            )
+
+
+@dataclass(eq=False)
+class _Live:
+    """A session under way: its agent's process until the policy is asked for its confidence.
+    ``number`` is that of the process at its ``host``; without one, ``planned`` is its one call.
+    """
+
+    session: Session
+    door_key: str
+    host: AgentHost | None = None
+    number: int = 0
+    verdict: Mapping[str, Any] | None = None
+    planned: Planned | None = None
+
+
+class _Sessions:
+    """The sessions of one rollout."""
+
+    def __init__(
+        self,
+        rollout: AgentRollout,
+        arrivals: Arrivals,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int,
+    ) -> None:
+        self.rollout = rollout
+        self.options = rollout.options
+        self.arrivals = arrivals
+        self.sampling = sampling
+        self.step = step
+        self.waiting = deque(samples)
+        self.agents: dict[int, _Live] = {}  # by the numbers of their processes
+        self.plain: dict[str, _Live] = {}  # without a process, by the names of their calls
+        self.asked: dict[str, _Live] = {}  # for their confidence, by the names of the calls
+
+    @property
+    def are_over(self) -> bool:
+        return not (self.waiting or self.agents or self.plain or self.asked)
+
+    def start(self) -> None:
+        """Start sessions, as many as run at once."""
+        while self.waiting and len(self.agents) + len(self.plain) < self.options.at_once:
+            prompt, index = self.waiting.popleft()
+            host = self.rollout.host_of(prompt)
+            session = Session(
+                prompt=prompt,
+                index=index,
+                chat=self.rollout.chat,
+                limits=SessionLimits(
+                    response_tokens=self.sampling.max_tokens,
+                    sequence_tokens=self.options.sequence_tokens,
+                    calls=self.options.calls,
+                ),
+                hides=self.options.marker if self.options.agent == OWN_ROLLOUT else "",
+            )
+            live = _Live(session, self.rollout.door.open(session), host)
+            if host is None:
+                self._ask_once(live)
+                continue
+            live.number = host.start(
+                problem=self._problem(prompt, index),
+                base_url=f"{self.rollout.door.url}/s/{live.door_key}/v1",
+                api_key=live.door_key,
+            )
+            self.agents[live.number] = live
+
+    def _ask_once(self, live: _Live) -> None:
+        """Put the problem to the policy as it stands: the session's only call."""
+        session = live.session
+        live.planned = session.plan(AskedCall(token_ids=session.prompt.token_ids))
+        self.plain[live.planned.names[0]] = live
+        self._put(live.planned, session)
+
+    def _put(self, planned: Planned, session: Session) -> None:
+        (name,) = planned.names
+        prompt = replace(session.prompt, prompt_id=name, token_ids=planned.prompt_ids)
+        self.arrivals.put(Call(prompt, session.index, planned.max_tokens))
+
+    def advance(self, responses: Iterable[Response]) -> list[Response]:
+        """Take what the engine and the agents have said; return the responses of sessions that are
+        over now.
+        """
+        finished = []
+        for_door = []
+        for response in responses:
+            live = self.plain.pop(response.prompt_id, None)
+            if live is not None:
+                assert live.planned is not None
+                live.session.commit(live.planned, [response])
+                finished += self._ended(live, {})
+                continue
+            live = self.asked.pop(response.prompt_id, None)
+            if live is None:
+                for_door.append(response)
+                continue
+            assert live.planned is not None
+            live.session.add_confidence(live.planned, response)
+            finished.append(live.session.response(live.verdict))
+        if for_door:
+            self.rollout.door.deliver(for_door)
+        for host in self.rollout.hosts.values():
+            for number, outcome in host.outcomes():
+                live = self.agents.pop(number, None)
+                if live is not None:  # not of an earlier rollout
+                    finished += self._ended(live, outcome)
+        self.start()
+        return finished
+
+    def give_up(self) -> None:
+        """End what is under way."""
+        for live in (*self.agents.values(), *self.plain.values()):
+            if live.host is not None:
+                live.host.kill(live.number)
+            self.rollout.door.seal(live.door_key)
+        self.agents.clear()
+        self.plain.clear()
+
+    def _ended(self, live: _Live, outcome: Mapping[str, Any]) -> list[Response]:
+        """Return the response of a session whose agent has ended; nothing while the policy is
+        asked for its confidence.
+        """
+        self.rollout.door.seal(live.door_key)
+        session = live.session
+        why, verdict = verdict_of(outcome)
+        if why and session.is_out_of_budget:
+            why, verdict = "", None
+        if not why and not session.turns:
+            why = "it has never asked the policy"
+        if why:
+            self.rollout.warn((session.prompt.prompt_id, session.index), why)
+            version = self.rollout.engine.weights_version
+            return [failed(session.prompt, session.index, why, version, self.step)]
+        live.verdict = verdict
+        live.planned = None
+        if self.options.asks_confidence:
+            live.planned = session.ask_confidence(self.options.marker)
+        if live.planned is None:
+            return [session.response(verdict)]
+        self.asked[live.planned.names[0]] = live
+        self._put(live.planned, session)
+        return []
+
+    def _problem(self, prompt: Prompt, index: int) -> dict[str, Any]:
+        """Return what an agent is told."""
+        return {
+            "id": prompt.prompt_id,
+            "index": index,
+            "messages": list(prompt.messages),
+            "prompt": self.rollout.chat.text_of(prompt.token_ids),
+            "problem": prompt.problem,
+            "answer": prompt.ground_truth,
+            "task": prompt.task,
+            "row": dict(prompt.row) if prompt.row else None,
+            "seed": sample_seed(self.sampling.seed + self.step, prompt.prompt_id, index),
+        }
+
+
+def verdict_of(outcome: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
+    """Return why a session has failed, "" if it has not, and the verdict that it gave, if it gave
+    one.
+    """
+    if "error" in outcome:
+        return str(outcome["error"]) or "it failed", None
+    value = outcome.get("value")
+    if value is None:
+        return "", None
+    why, verdict = checked_result(value)
+    return (why, None) if why is not None else ("", verdict)
+
+
+@dataclass(frozen=True)
+class HostProgram:
+    """The words that start ``agent_host.py`` without its limits, and ``load`` with its arguments:
+    what its sessions run. ``name`` is that of what runs, for messages; ``search_path`` is its
+    PYTHONPATH, None for that of this process.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    load: tuple[str, ...]
+    search_path: str | None = None
+
+
+def programs_of(options: AgentOptions) -> dict[str, HostProgram]:
+    """Return what starts the sessions: of environments by their paths, of an agent by ""."""
+    if options.agent == OWN_ROLLOUT:
+        return {path: _environment_program(path) for path in options.environments}
+    load = (f"{_WORK}:load_command", options.command)
+    if options.agent:
+        load = (f"{_WORK}:load_agent", options.agent)
+    words = (sys.executable, "-m", f"{__package__}.{_HOST.stem}")
+    return {"": HostProgram(options.option, words, load)}
+
+
+def _environment_program(path: str) -> HostProgram:
+    spec = parse_environment(path)
+    return HostProgram(
+        name=path.partition("?")[0],
+        words=(spec.python, "-c", RUNS_FILE, str(GUEST), str(_HOST)),
+        load=("dcpo_environment:load_session", spec.described()),
+        search_path=spec.search_path,
+    )
+
+
+_NUMBERS = itertools.count(1)  # of sessions' processes, of all hosts
+
+
+class AgentHost:
+    """The process that starts agents (``agent_host.py``); it is started again if it ends."""
+
+    def __init__(self, program: HostProgram, seconds: float, memory_mb: int) -> None:
+        self.program = program
+        self.limits = ("--seconds", f"{seconds}", "--memory", f"{memory_mb << 20}")
+        self.woken: Callable[[], None] = lambda: None
+        self._outcomes: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self._live: set[int] = set()
+        self._lock = threading.Lock()
+        self._process = self._started()
+
+    def start(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> int:
+        """Start an agent; return the number under which its outcome comes."""
+        if self._process.poll() is not None:
+            self._process = self._started()
+        number = next(_NUMBERS)
+        with self._lock:
+            self._live.add(number)
+        self._say({"id": number, "problem": problem, "base_url": base_url, "api_key": api_key})
+        return number
+
+    def kill(self, number: int) -> None:
+        """End an agent."""
+        self._say({"kill": number})
+
+    def outcomes(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the outcomes that have come: ``value`` or ``error``."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._outcomes.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """End all agents."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._process.kill()
+        self._process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return a process that is ready. Raises :class:`UserError` if the agent cannot be
+        loaded.
+        """
+        program = self.program
+        environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
+        if program.search_path is not None:
+            environment["PYTHONPATH"] = program.search_path
+        try:
+            process = subprocess.Popen(
+                [*program.words, *self.limits, "--", *program.load],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                preexec_fn=signals.as_child(),
+            )
+        except OSError as error:
+            raise UserError(
+                f"{program.name}: {program.words[0]} cannot be run ({error.strerror})"
+            ) from None
+        timer = threading.Timer(_START_SECONDS, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        timer.cancel()
+        said = json.loads(line) if line.strip() else {}
+        if not said.get("ready"):
+            process.kill()
+            process.wait()
+            why = said.get("error", "its process ended while it started")
+            if program.name in why:
+                raise UserError(why)
+            raise UserError(f"{program.name}: {why}")
+        threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
+        return process
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Take what a process says, until it ends."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            word = json.loads(line)
+            with self._lock:
+                self._live.discard(word["id"])
+            self._outcomes.put((word.pop("id"), word))
+            self.woken()
+        with self._lock:
+            lost, self._live = self._live, set()
+        for number in lost:
+            self._outcomes.put((number, {"error": "the process that starts agents has ended"}))
+        self.woken()
+
+    def _say(self, order: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended: its sessions are lost
+            self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def check_error_rate(failures: int, sessions: int, largest: float, what: str) -> None:
+    """Raise :class:`UserError` if more than the share ``largest`` of ``sessions`` has failed."""
+    if failures > math.floor(largest * sessions + 1e-9):
+        raise UserError(
+            f"{failures} of {sessions} sessions ({what}) have failed, more than "
+            f"rollout.max_error_rate={largest:g}; the warning above says why"
+        )

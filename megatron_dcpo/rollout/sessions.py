@@ -1,0 +1,597 @@
+"""A session: the calls of one agent on one problem, and the one response that they become.
+
+Each call is a :class:`Turn`: the tokens that the engine was given, and those it has sampled. A call
+whose prompt goes on from a turn is its child. So a session is a tree, and a response has one
+segment for each path that is not part of another (:meth:`Session.response`). Nothing here knows
+HTTP, processes or engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.judging.thinking import PROMPT_TOKENS
+from megatron_dcpo.rollout.chat_messages import (
+    Message,
+    MessageError,
+    begins_with,
+    reply_of,
+    split_reasoning,
+)
+from megatron_dcpo.rollout.chat_tokens import ChatTokens, Tools
+from megatron_dcpo.types import Prompt, Response
+
+CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
+
+
+class CallRefused(Exception):
+    """A call is not answered: the ``status`` of HTTP, a ``code`` of OpenAI's, and words."""
+
+    def __init__(self, status: int, code: str, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """``response_tokens`` is what a session may sample and be told behind its first prompt,
+    ``sequence_tokens`` the longest prompt and response that the engine takes, ``calls`` the most
+    calls.
+    """
+
+    response_tokens: int
+    sequence_tokens: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class AskedCall:
+    """What a call asks for: a chat (``messages``, ``tools``), a ``text`` to go on from, or its
+    ``token_ids``; the most tokens, the texts at which it ends, and how many choices.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: Tools = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    choices: int = 1
+    ignored: int = 0  # options of the sampling that the run has pinned
+
+    @property
+    def is_chat(self) -> bool:
+        return self.text is None and self.token_ids is None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A call that the engine is to answer: its prompt, which goes on behind the first ``kept``
+    sampled tokens of ``parent`` if there is one. ``names`` are the ids of its choices: no other
+    call has them, and the random numbers are theirs.
+    """
+
+    asked: AskedCall
+    prompt_ids: tuple[int, ...]
+    parent: Turn | None
+    kept: int
+    max_tokens: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A call that was answered. ``answer`` is what the agent is told; ``history`` are the messages
+    with it, or ``text`` the whole text. ``hidden`` is what the policy has written behind the
+    answer, from a stop text on.
+    """
+
+    planned: Planned
+    name: str
+    sampled: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    weights_version: int
+    step: int
+    answer_tokens: int  # before the stop text, or the end token
+    answer: str
+    text: str
+    hidden: str
+    history: tuple[Message, ...] = ()
+    created: int = 0  # seconds since 1970, for the client
+
+    @property
+    def parent(self) -> Turn | None:
+        return self.planned.parent
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Return the tokens of the prompt behind those that are the parent's."""
+        parent = self.planned.parent
+        if parent is None:
+            return ()
+        return self.planned.prompt_ids[len(parent.planned.prompt_ids) + self.planned.kept :]
+
+    @property
+    def reply(self) -> Message:
+        """Return the answer to a chat as a message."""
+        return self.history[-1]
+
+
+@dataclass
+class Session:
+    """What an agent says and is told about ``prompt``, as response ``index``. ``chat`` encodes it;
+    ``turns`` are the answered calls, in their order. An answer is told up to the text ``hides``:
+    an environment gets no confidence to see.
+    """
+
+    prompt: Prompt
+    index: int
+    chat: ChatTokens
+    limits: SessionLimits
+    hides: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    is_sealed: bool = False
+    calls: int = 0
+    used: int = 0  # tokens behind the first prompt: what was said, and what was told
+    retokenized: int = 0
+    ignored: int = 0
+    is_out_of_budget: bool = False  # a call was refused because of it
+    _seen: Counter[bytes] = field(default_factory=Counter)
+    _confidence: Turn | None = None
+
+    # ------------------------------------------------------------------------------------- calls
+    def plan(self, asked: AskedCall) -> Planned:
+        """Return the call that answers what is asked; it counts from now on. Raises
+        :class:`CallRefused`.
+        """
+        if self.is_sealed:
+            raise CallRefused(409, "session_is_over", "this session is over")
+        if self.calls + asked.choices > self.limits.calls:
+            self.is_out_of_budget = True
+            raise CallRefused(
+                400,
+                "too_many_calls",
+                f"this session has used up its {self.limits.calls} calls (rollout.agent_calls)",
+            )
+        try:
+            prompt_ids, parent, kept, again = self._prompt_of(asked)
+        except MessageError as error:
+            raise CallRefused(400, "invalid_request_error", str(error)) from None
+        written = 0
+        if parent is not None:
+            written = len(prompt_ids) - len(parent.planned.prompt_ids) - kept
+        max_tokens = self._room(asked, len(prompt_ids), written)
+        self.calls += asked.choices
+        self.retokenized += again
+        self.ignored += asked.ignored
+        names = tuple(self._name_of(prompt_ids) for _ in range(asked.choices))
+        return Planned(
+            asked=asked,
+            prompt_ids=tuple(prompt_ids),
+            parent=parent,
+            kept=kept,
+            max_tokens=max_tokens,
+            names=names,
+        )
+
+    def commit(self, planned: Planned, responses: Sequence[Response]) -> list[Turn]:
+        """Add the engine's responses to a call, one for each of its choices; return them. Raises
+        :class:`CallRefused` if the session is over, or if calls beside it have taken all its
+        tokens.
+        """
+        if self.is_sealed:
+            raise CallRefused(409, "session_is_over", "this session is over")
+        parent = planned.parent
+        written = 0
+        if parent is not None:
+            written = len(planned.prompt_ids) - len(parent.planned.prompt_ids) - planned.kept
+        room = self.limits.response_tokens - self.used - written
+        turns = []
+        for name, response in zip(planned.names, responses, strict=True):
+            response = _cut(response, room)
+            room -= len(response.token_ids)
+            if not len(response.token_ids):
+                raise self._no_tokens_left()
+            turns.append(self._turn(planned, name, response))
+        # choice 0 is the last answer, if nothing comes after it
+        self.turns += reversed(turns)
+        self.used = self.limits.response_tokens - room
+        return turns
+
+    def _prompt_of(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
+        """Return the ids of a prompt, the turn it goes on from, how many of its tokens stay, and
+        how many tokens were encoded again whose text had ids.
+        """
+        if asked.token_ids is not None:
+            return self._prompt_of_ids(asked.token_ids)
+        texts = [message["content"] for message in asked.messages]
+        if asked.text is not None:
+            texts = [asked.text]
+        most = self.limits.sequence_tokens
+        # a message takes a token at least
+        if len(texts) > most or self.chat.must_exceed(texts, most):
+            raise self._no_tokens_left()
+        if asked.text is not None:
+            return self._text_prompt(asked.text)
+        return self._chat_prompt(asked)
+
+    def _chat_prompt(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
+        if asked.tools:
+            self.chat.check_tools()
+        fits = [
+            turn
+            for turn in self.turns
+            if turn.planned.asked.is_chat
+            and turn.planned.asked.tools == asked.tools
+            and begins_with(asked.messages, turn.history)
+        ]
+        if not fits:
+            return self.chat.encode_chat(asked.messages, asked.tools), None, 0, 0
+        turn = max(fits, key=lambda one: len(one.history))  # of several the first
+        end = self.chat.turn_end
+        ends_turn = end is not None and len(turn.sampled) > 0 and int(turn.sampled[-1]) == end
+        kept = len(turn.sampled) if ends_turn and not turn.hidden else turn.answer_tokens
+        said = turn.sampled[:kept]
+        new = asked.messages[len(turn.history) :]
+        behind = self.chat.continued(turn.history, new, asked.tools, said)
+        cut = self._text_behind(turn, kept)
+        if behind is None or cut is None:
+            whole = [*turn.history, *new]  # with the reasoning that the client has left out
+            token_ids = self.chat.encode_chat(whole, asked.tools)
+            return token_ids, None, 0, len(token_ids)
+        again = self.chat.encode(cut) if cut else []
+        prompt_ids = [*turn.planned.prompt_ids, *said.tolist(), *again, *behind]
+        return prompt_ids, turn, kept, len(again)
+
+    def _text_prompt(self, text: str) -> tuple[list[int], Turn | None, int, int]:
+        fits = [
+            turn
+            for turn in self.turns
+            if not turn.planned.asked.is_chat and text.startswith(turn.text)
+        ]
+        if fits:
+            turn = max(fits, key=lambda one: len(one.text))
+            return self._text_behind_turn(turn, text[len(turn.text) :])
+        first = self.chat.text_of(self.prompt.token_ids)
+        if first and text.startswith(first):
+            rest = text[len(first) :]
+            behind = self.chat.encode(rest) if rest else []
+            return [*self.prompt.token_ids, *behind], None, 0, 0
+        token_ids = self.chat.encode_from_start(text)
+        if not token_ids:
+            raise MessageError("the prompt has no tokens")
+        return token_ids, None, 0, 0
+
+    def _text_behind_turn(self, turn: Turn, rest: str) -> tuple[list[int], Turn | None, int, int]:
+        """Return the prompt that goes on from a turn with the text ``rest``, which begins with the
+        stop text if the agent has put that back.
+        """
+        kept = turn.answer_tokens
+        cut = self._text_behind(turn, kept)
+        if turn.hidden and rest.startswith(turn.hidden):
+            kept = len(turn.sampled) - self.chat.has_ended(turn.sampled)
+            rest = rest[len(turn.hidden) :]
+            cut = ""
+        if cut is None:
+            token_ids = self.chat.encode_from_start(turn.text + rest)
+            return token_ids, None, 0, len(token_ids)
+        again = self.chat.encode(cut) if cut else []
+        behind = self.chat.encode(rest) if rest else []
+        said = turn.sampled[:kept].tolist()
+        return [*turn.planned.prompt_ids, *said, *again, *behind], turn, kept, len(again)
+
+    def _text_behind(self, turn: Turn, kept: int) -> str | None:
+        """Return the end of a turn's answer that its first ``kept`` tokens lack, because a stop
+        text begins within a token: "" mostly. None if the text has no such end.
+        """
+        if not turn.hidden or kept > turn.answer_tokens:
+            return ""
+        begin = self.chat.bytes_of(turn.sampled[:kept])
+        answer = turn.answer.encode()
+        if not answer.startswith(begin):
+            return None
+        return answer[len(begin) :].decode(errors="replace")
+
+    def _prompt_of_ids(self, token_ids: tuple[int, ...]) -> tuple[list[int], Turn | None, int, int]:
+        best: tuple[int, Turn | None, int] = (0, None, 0)
+        for turn in self.turns:
+            for kept in {len(turn.sampled), turn.answer_tokens}:
+                ids = (*turn.planned.prompt_ids, *turn.sampled[:kept].tolist())
+                if len(ids) > best[0] and token_ids[: len(ids)] == ids:
+                    best = (len(ids), turn, kept)
+        if not token_ids:
+            raise MessageError("the prompt has no tokens")
+        size = len(self.chat.tokens.table)
+        if not all(0 <= token < size for token in token_ids):
+            raise MessageError(f"token ids must be from 0 to {size - 1}")
+        return list(token_ids), best[1], best[2], 0
+
+    def _room(self, asked: AskedCall, prompt_tokens: int, written: int) -> int:
+        """Return how many tokens each choice may have. Raises :class:`CallRefused` if there is
+        none.
+        """
+        left = self.limits.response_tokens - self.used - written
+        left = min(left // asked.choices, self.limits.sequence_tokens - prompt_tokens)
+        if left < 1:
+            raise self._no_tokens_left()
+        return left if asked.max_tokens is None else min(left, asked.max_tokens)
+
+    def _no_tokens_left(self) -> CallRefused:
+        self.is_out_of_budget = True
+        return CallRefused(
+            400,
+            "context_length_exceeded",
+            # verifiers looks for the words "context length"
+            f"this session has no tokens left: its context length is "
+            f"{self.limits.response_tokens} behind its first prompt "
+            f"(rollout.max_response_length), {self.limits.sequence_tokens} in all",
+        )
+
+    def _name_of(self, prompt_ids: Sequence[int]) -> str:
+        """Return the id of a call: it depends on its prompt, and on how many calls with the same
+        prompt came before it.
+        """
+        digest = hashlib.blake2b(np.asarray(prompt_ids, np.int64).tobytes(), digest_size=8).digest()
+        self._seen[digest] += 1
+        return f"{self.prompt.prompt_id}/{self.index}/{digest.hex()}/{self._seen[digest]}"
+
+    def _turn(self, planned: Planned, name: str, response: Response) -> Turn:
+        asked = planned.asked
+        sampled = response.token_ids
+        ended = self.chat.has_ended(sampled)
+        whole = self.chat.bytes_of(sampled[: len(sampled) - ended])
+        stops_at = stop_in(whole, asked.stop)
+        at = stop_in(whole[:stops_at], (self.hides,) if self.hides else ())
+        at = stops_at if at is None else at
+        tokens = len(sampled) - ended
+        if at is not None:
+            tokens = self._tokens_within(sampled[:tokens], at)
+        answer = whole[:at].decode(errors="replace")
+        hidden = "" if at is None else whole[at:].decode(errors="replace")
+        history: tuple[Message, ...] = ()
+        text_before = ""
+        if asked.is_chat:
+            reply = reply_of(
+                answer,
+                self.chat.tags,
+                self.chat.bytes_of(planned.prompt_ids[-PROMPT_TOKENS:]),
+                parses_calls=bool(asked.tools),
+                name=name.rpartition("/")[0].rpartition("/")[2] + name.rpartition("/")[2],
+            )
+            history = (*self._history_of(planned), reply)
+        else:
+            text_before = asked.text if asked.text is not None else ""
+            if asked.token_ids is not None:
+                text_before = self.chat.text_of(asked.token_ids)
+        return Turn(
+            planned=planned,
+            name=name,
+            sampled=sampled,
+            logprobs=response.logprobs,
+            finish_reason="stop" if stops_at is not None or ended else response.finish_reason,
+            weights_version=response.weights_version,
+            step=response.step,
+            answer_tokens=tokens,
+            answer=answer,
+            text=text_before + answer,
+            hidden=hidden,
+            history=history,
+            created=int(time.time()),
+        )
+
+    def _history_of(self, planned: Planned) -> tuple[Message, ...]:
+        """Return the messages of a call, ours for those that are ours: with their reasoning."""
+        parent = planned.parent
+        messages = planned.asked.messages
+        if parent is None:
+            return messages
+        return (*parent.history, *messages[len(parent.history) :])
+
+    def _tokens_within(self, sampled: np.ndarray, size: int) -> int:
+        """Return how many tokens lie within the first ``size`` bytes."""
+        ends = np.cumsum([len(piece) for piece in self.chat.tokens.pieces(sampled)])
+        return int(np.searchsorted(ends, size, side="right"))
+
+    # -------------------------------------------------------------------------------- the response
+    def ask_confidence(self, marker: str) -> Planned | None:
+        """Return the call that has the policy go on behind its last answer with a confidence. None
+        if it has stated one, or has given no answer, or if there is no room.
+        """
+        if not self.turns:
+            return None
+        last = self.turns[-1]
+        ended = self.chat.has_ended(last.sampled)
+        kept = len(last.sampled) - ended
+        text = self.chat.text_of(last.sampled[:kept])
+        end_of_prompt = self.chat.bytes_of(last.planned.prompt_ids[-PROMPT_TOKENS:])
+        _, answer = split_reasoning(text, self.chat.tags, end_of_prompt)
+        if not answer or marker in answer:
+            return None
+        line = f"{marker} Confidence:"
+        opening = self.chat.encode(line if text.endswith("\n") else f"\n{line}")
+        prompt_ids = (*last.planned.prompt_ids, *last.sampled[:kept].tolist(), *opening)
+        left = self.limits.response_tokens - self.used - len(opening)
+        left = min(left, self.limits.sequence_tokens - len(prompt_ids), CONFIDENCE_TOKENS)
+        if left < 1:
+            return None
+        return Planned(
+            asked=AskedCall(text=""),
+            prompt_ids=prompt_ids,
+            parent=last,
+            kept=kept,
+            max_tokens=left,
+            names=(self._name_of(prompt_ids),),
+        )
+
+    def add_confidence(self, planned: Planned, response: Response) -> None:
+        """Add what the policy stated when it was asked; the session may be sealed."""
+        self._confidence = self._turn(planned, planned.names[0], response)
+
+    def response(self, verdict: Mapping[str, Any] | None = None) -> Response:
+        """Return the session as one response with a ``verdict``, if there is one. The last answer,
+        with its confidence, is its last segment. Raises ValueError if the policy has said nothing.
+        """
+        if not self.turns:
+            raise ValueError("the policy was never asked")
+        answer = self.turns[-1]
+        paths = self._paths(self._confidence or answer)
+        parts = _Parts()
+        answer_from = 0
+        for path in paths:
+            parts.begin(self._context_of(path[0]))
+            for number, turn in enumerate(path):
+                if number:
+                    parts.write(turn.written)
+                if turn is answer:
+                    answer_from = parts.length
+                kept = path[number + 1].planned.kept if number + 1 < len(path) else None
+                parts.sample(turn, kept)
+        last = self._confidence or answer
+        token_ids, logprobs, loss_mask = parts.arrays()
+        is_prompt_alone = len(paths) == 1 and parts.contexts == [self.prompt.token_ids]
+        contexts: tuple[tuple[int, int], ...] = ()
+        context_ids = None
+        if not is_prompt_alone:
+            counts = [len(context) for context in parts.contexts]
+            contexts = tuple(zip(parts.starts, counts, strict=True))
+            context_ids = np.array([i for context in parts.contexts for i in context], np.int64)
+        return Response(
+            prompt_id=self.prompt.prompt_id,
+            sample_index=self.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason="stop" if self._is_complete(last) else "length",
+            weights_version=last.weights_version,
+            step=last.step,
+            loss_mask=loss_mask,
+            contexts=contexts,
+            context_ids=context_ids,
+            answer_from=answer_from,
+            verdict=verdict,
+            counted=self.counted(segments=len(paths)),
+        )
+
+    def _is_complete(self, last: Turn) -> bool:
+        """Return whether the last answer was not cut short, nor the session by its budget."""
+        if self.is_out_of_budget and self._confidence is None:
+            return False
+        return last.finish_reason == "stop"
+
+    def counted(self, segments: int) -> dict[str, float]:
+        """Return what the metrics count of the session."""
+        return {
+            "agent_calls": float(len(self.turns)),
+            "segments": float(segments),
+            "retokenized": float(self.retokenized),
+            "sampling_ignored": float(self.ignored),
+        }
+
+    def _paths(self, last: Turn) -> list[list[Turn]]:
+        """Return the turns of each segment, the one of the ``last`` turn at the end. A turn is in
+        one path: a path that branches off another begins behind it.
+        """
+        owned: set[int] = set()
+        main = _to_root(last, owned)
+        owned.update(id(turn) for turn in main)
+        others = [turn for turn in self.turns if id(turn) not in owned]
+        with_children = {id(turn.parent) for turn in others}
+        # by name: in which order calls have come does not matter
+        leaves = sorted(
+            (turn for turn in others if id(turn) not in with_children), key=lambda one: one.name
+        )
+        paths = []
+        for leaf in leaves:
+            path = _to_root(leaf, owned)
+            owned.update(id(turn) for turn in path)
+            paths.append(path)
+        return [*paths, main]
+
+    def _context_of(self, turn: Turn) -> tuple[int, ...]:
+        return turn.planned.prompt_ids
+
+
+def _to_root(turn: Turn, owned: set[int]) -> list[Turn]:
+    """Return the turns from the first that is not ``owned`` to ``turn``."""
+    path = [turn]
+    while path[-1].parent is not None and id(path[-1].parent) not in owned:
+        path.append(path[-1].parent)
+    return path[::-1]
+
+
+class _Parts:
+    """The tokens of a response while it is put together."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.contexts: list[tuple[int, ...]] = []
+        self.length = 0
+        self._tokens: list[np.ndarray] = [np.zeros(0, np.int64)]
+        self._logprobs: list[np.ndarray] = [np.zeros(0, np.float32)]
+        self._mask: list[np.ndarray] = [np.zeros(0, np.bool_)]
+
+    def begin(self, context: tuple[int, ...]) -> None:
+        self.starts.append(self.length)
+        self.contexts.append(context)
+
+    def write(self, token_ids: Sequence[int]) -> None:
+        count = len(token_ids)
+        self._tokens.append(np.array(token_ids, np.int64))
+        self._logprobs.append(np.zeros(count, np.float32))
+        self._mask.append(np.zeros(count, np.bool_))
+        self.length += count
+
+    def sample(self, turn: Turn, kept: int | None) -> None:
+        self._tokens.append(np.asarray(turn.sampled[:kept], np.int64))
+        self._logprobs.append(np.asarray(turn.logprobs[:kept], np.float32))
+        count = len(self._tokens[-1])
+        self._mask.append(np.ones(count, np.bool_))
+        self.length += count
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return (
+            np.concatenate(self._tokens),
+            np.concatenate(self._logprobs),
+            np.concatenate(self._mask),
+        )
+
+
+def stop_in(text: bytes, stop: Sequence[str]) -> int | None:
+    """Return where the first stop text begins in a text, None if none does."""
+    places = [at for at in (text.find(one.encode()) for one in stop) if at >= 0]
+    return min(places, default=None)
+
+
+def _cut(response: Response, most: int) -> Response:
+    """Return a response of at most so many tokens."""
+    most = max(0, most)
+    if len(response.token_ids) <= most:
+        return response
+    return replace(
+        response,
+        token_ids=response.token_ids[:most],
+        logprobs=response.logprobs[:most],
+        finish_reason="length",
+    )
+
+
+def failed(prompt: Prompt, index: int, why: str, version: int, step: int) -> Response:
+    """Return what stands for a session that gave no response."""
+    nothing = Response(
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        token_ids=np.zeros(0, np.int64),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason="stop",
+        weights_version=version,
+        step=step,
+    )
+    return replace(nothing, failure=why)

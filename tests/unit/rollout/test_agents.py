@@ -1,0 +1,389 @@
+"""Agents in processes of their own: what they return, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout import EngineError, SamplingConfig
+from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, check_error_rate, verdict_of
+from megatron_dcpo.types import Response, ResponseKey
+from tests.helpers.chat_policy import ScriptedEngine, prompt_of
+
+AGENT = """
+import asyncio, os, subprocess, sys, time
+import openai
+
+async def ask(client, text="What is 6 x 7?", **options):
+    messages = [{"role": "user", "content": text}]
+    return await client.chat.completions.create(model="x", messages=messages, **options)
+
+async def run(problem, client):
+    await ask(client, problem["problem"])
+    return await globals()[problem["row"]["does"]](problem, client)
+
+async def nothing(problem, client):
+    return None
+
+async def scores(problem, client):
+    return 0.25
+
+async def logs(problem, client):
+    return {"score": 1, "steps": 3}
+
+async def told(problem, client):
+    assert problem["answer"] == "42" and problem["messages"] and problem["prompt"]
+    assert os.environ["OPENAI_API_KEY"] == client.api_key
+    return {"score": 1, "seed": problem["seed"]}
+
+async def crashes(problem, client):
+    return 1 / 0
+
+async def exits(problem, client):
+    os._exit(3)
+
+async def hangs(problem, client):
+    while True:
+        time.sleep(1)
+
+async def waits(problem, client):
+    await asyncio.sleep(1000)
+
+async def forks(problem, client):
+    words = [sys.executable, "-c", "import time; time.sleep(1000)", problem["row"]["mark"]]
+    subprocess.Popen(words)
+    return None
+
+async def eats(problem, client):
+    return len(bytearray(1 << 30))
+
+async def floods(problem, client):
+    while True:
+        await ask(client)
+
+async def floods_quietly(problem, client):
+    for _ in range(50):
+        try:
+            await ask(client)
+        except openai.BadRequestError:
+            pass
+    return None
+
+async def forges(problem, client):
+    other = client.with_options(api_key="another", max_retries=0)
+    try:
+        await ask(other)
+    except openai.AuthenticationError:
+        return {"score": 0.5}
+
+async def wrong(problem, client):
+    return {"score": 7}
+
+async def large(problem, client):
+    return {"score": 1, "text": "x" * (1 << 21)}
+"""
+
+
+def write(folder: Path, text: str, name: str = "agent.py") -> str:
+    (folder / name).write_text(textwrap.dedent(text))
+    return f"{folder / name}:run"
+
+
+def options(**changed: Any) -> AgentOptions:
+    given: dict[str, Any] = {
+        "agent": "",
+        "command": "",
+        "at_once": 8,
+        "seconds": 20.0,
+        "memory_mb": 256,
+        "calls": 6,
+        "sequence_tokens": 4000,
+        "marker": "<conf>",
+        "asks_confidence": False,
+    }
+    return AgentOptions(**{**given, **changed})
+
+
+@contextmanager
+def rollout(answer: Any = lambda text: "It is 42.", **changed: Any) -> Iterator[AgentRollout]:
+    engine: Any = ScriptedEngine(answer)
+    made = AgentRollout(engine, engine.chat, options(**changed), "policy")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def sampled(
+    made: AgentRollout, *does: str, times: int = 1, most: int = 2000, **row: str
+) -> dict[ResponseKey, Response]:
+    samples = []
+    for name in does:
+        prompt = prompt_of([{"role": "user", "content": f"{name}?"}], made.chat, name)
+        prompt = type(prompt)(
+            **{**vars(prompt), "row": {"does": name, **row}, "problem": "What is 6 x 7?"}
+        )
+        samples += [(prompt, index) for index in range(times)]
+    sampling = SamplingConfig(max_tokens=most)
+    return {one.key: one for group in made.stream(samples, sampling, 2) for one in group}
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRollout]:
+    path = write(tmp_path_factory.mktemp("agents"), AGENT)
+    with rollout(agent=path, seconds=3.0, memory_mb=128) as made:
+        yield made
+
+
+def test_what_agents_return_are_verdicts(agents: AgentRollout) -> None:
+    got = sampled(agents, "nothing", "scores", "logs", "told", times=2)
+    assert len(got) == 8
+    assert all(one.failure is None for one in got.values())
+    verdicts = {name: got[name, 0].verdict for name in ("nothing", "scores", "logs")}
+    assert verdicts == {
+        "nothing": None,
+        "scores": {"score": 0.25},
+        "logs": {"score": 1.0, "steps": 3},
+    }
+    told = [got["told", index].verdict for index in range(2)]
+    assert all(each is not None for each in told)
+    assert told[0] != told[1], "each response has a seed of its own"
+    response = got["nothing", 1]
+    assert response.key == ("nothing", 1)
+    assert agents.chat.text_of(response.token_ids) == "It is 42.<|im_end|>"
+    assert (response.weights_version, response.step) == (3, 2)
+    assert response.counted is not None
+    assert response.counted["agent_calls"] == 1
+
+
+def test_one_that_fails_is_left_out_and_the_others_go_on(agents: AgentRollout) -> None:
+    """Nothing that fails is a wrong answer."""
+    failing = ("crashes", "exits", "hangs", "waits", "eats", "wrong", "large")
+    got = sampled(agents, *failing, "scores")
+    for name in failing:
+        one = got[name, 0]
+        assert one.failure, name
+        assert len(one.token_ids) == 0
+        assert one.verdict is None
+    assert "ZeroDivisionError" in str(got["crashes", 0].failure)
+    assert "agent.py" in str(got["crashes", 0].failure)
+    assert "3" in str(got["exits", 0].failure)
+    assert got["scores", 0].failure is None
+
+
+def test_a_session_whose_budget_is_used_up_is_truncated_and_stays(agents: AgentRollout) -> None:
+    got = sampled(agents, "floods", "floods_quietly")
+    for one in got.values():
+        assert one.failure is None
+        assert one.counted is not None
+        assert one.counted["agent_calls"] == 6
+        assert one.finish_reason == "length"
+    (short,) = sampled(agents, "floods", most=24).values()
+    assert len(short.token_ids) <= 24
+    assert short.finish_reason == "length"
+
+
+def test_the_key_of_another_session_opens_nothing(agents: AgentRollout) -> None:
+    (one,) = sampled(agents, "forges").values()
+    assert one.verdict == {"score": 0.5}
+
+
+def test_what_an_agent_has_started_ends_with_it(agents: AgentRollout) -> None:
+    mark = f"dcpo-mark-{os.getpid()}"
+    (one,) = sampled(agents, "forks", mark=mark).values()
+    assert one.failure is None
+    deadline = time.monotonic() + 5
+    while _is_running(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(mark: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_a_hundred_sessions_leave_nothing_behind(agents: AgentRollout) -> None:
+    """Case 8: no descriptors; the door knows no session and waits for no call."""
+    sampled(agents, "nothing", times=5)
+    before = len(os.listdir("/proc/self/fd"))
+    got = sampled(agents, "nothing", "scores", times=50)
+    assert len(got) == 100
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert agents.door._guests == {}
+    assert agents.door._waiting == {}
+
+
+def test_the_same_samples_make_the_same_responses(agents: AgentRollout) -> None:
+    first = sampled(agents, "scores", "told", times=3)
+    second = sampled(agents, "told", "scores", times=3)
+    for key, one in first.items():
+        other = second[key]
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.verdict == other.verdict
+
+
+def test_a_rollout_that_is_given_up_ends_its_agents(agents: AgentRollout) -> None:
+    prompt = prompt_of([{"role": "user", "content": "?"}], agents.chat, "p")
+    prompt = type(prompt)(**{**vars(prompt), "row": {"does": "waits"}, "problem": "x"})
+    nothing = type(prompt)(**{**vars(prompt), "row": {"does": "nothing"}, "prompt_id": "q"})
+    stream = agents.stream([(prompt, 0), (nothing, 0)], SamplingConfig(max_tokens=99), 1)
+    assert [one.prompt_id for one in next(stream)] == ["q"]
+    stream.close()
+    assert agents.door._guests == {}
+    # what comes late from there is not taken for a session of the next one
+    assert len(sampled(agents, "scores", times=3)) == 3
+
+
+def test_the_policy_is_asked_for_its_confidence(tmp_path: Path) -> None:
+    def answer(text: str) -> str:
+        return " 0.75" if text.endswith("<conf> Confidence:") else "It is 42."
+
+    path = write(tmp_path, AGENT)
+    with rollout(answer, agent=path, asks_confidence=True) as made:
+        got = sampled(made, "scores", "nothing", times=2)
+    for one in got.values():
+        text = made.chat.text_of(one.token_ids)
+        assert text == "It is 42.\n<conf> Confidence: 0.75<|im_end|>"
+        assert one.loss_mask is not None
+        assert made.chat.text_of(one.token_ids[one.loss_mask]) == "It is 42. 0.75<|im_end|>"
+    assert got["scores", 1].verdict == {"score": 0.25}
+
+
+@pytest.mark.parametrize("text", ["def other(): pass", "import no_such_module", "1 / 0", "("])
+def test_an_agent_that_cannot_be_loaded_ends_the_run_at_its_start(
+    tmp_path: Path, text: str
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=r"rollout\.agent=.*agent\.py:run"), rollout(agent=path):
+        pass
+
+
+def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
+    with rollout(agent=write(tmp_path, AGENT)) as made:
+        made.hosts[""]._process.kill()
+        made.hosts[""]._process.wait()
+        assert len(sampled(made, "scores", times=2)) == 2
+        started = made.hosts[""]._process.pid
+
+        def late() -> None:
+            time.sleep(0.5)
+            os.kill(started, 9)
+
+        import threading
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        got = sampled(made, "waits")
+        thread.join()
+        assert got["waits", 0].failure
+
+
+# -------------------------------------------------------------------------------------- commands
+COMMAND = """
+import json, os, sys, urllib.request
+
+problem = json.load(sys.stdin)
+assert problem == json.loads(os.environ["DCPO_PROBLEM"])
+body = {"model": "x", "messages": [{"role": "user", "content": problem["problem"]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+reply = json.load(urllib.request.urlopen(request))
+does = problem["row"]["does"]
+if does == "scores":
+    print("some words\\n" + json.dumps({"score": 0.5, "words": 2}))
+elif does == "nothing":
+    print(42)
+elif does == "fails":
+    sys.exit("no tool")
+elif does == "prints":
+    print("x" * (1 << 24))
+elif does == "loops":
+    while True:
+        print("x" * 1000)
+"""
+
+
+def test_a_plain_program_is_an_agent(tmp_path: Path) -> None:
+    write(tmp_path, COMMAND, "program.py")
+    command = f"{sys.executable} {tmp_path / 'program.py'}"
+    with rollout(command=command, seconds=5.0) as made:
+        got = sampled(made, "scores", "nothing", "fails", "prints", "loops")
+    assert got["scores", 0].verdict == {"score": 0.5, "words": 2}
+    assert got["nothing", 0].verdict is None
+    assert got["prints", 0].verdict is None
+    assert "no tool" in str(got["fails", 0].failure)
+    assert got["loops", 0].failure
+    assert np.mean([one.failure is None for one in got.values()]) == 0.6
+
+
+def test_a_program_that_is_not_there_fails_by_name(tmp_path: Path) -> None:
+    with rollout(command=f"{tmp_path / 'nothing'} --here") as made:
+        (one,) = sampled(made, "scores").values()
+    assert "nothing" in str(one.failure)
+
+
+def test_too_many_failures_end_the_run() -> None:
+    check_error_rate(2, 40, 0.05, "step 1")
+    check_error_rate(0, 0, 0.05, "step 1")
+    with pytest.raises(UserError, match=r"rollout\.max_error_rate"):
+        check_error_rate(3, 40, 0.05, "step 1")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fails", "verdict"),
+    [
+        ({"value": None}, False, None),
+        ({"value": 1}, False, {"score": 1.0}),
+        ({"value": True}, False, {"score": 1.0}),
+        ({"value": {"score": 0.5, "n": 2}}, False, {"score": 0.5, "n": 2}),
+        ({"value": {"n": 2}}, True, None),
+        ({"value": "0.5"}, True, None),
+        ({"value": -0.1}, True, None),
+        ({"error": "x"}, True, None),
+        ({"error": ""}, True, None),
+    ],
+)
+def test_outcomes(outcome: dict[str, Any], fails: bool, verdict: Any) -> None:
+    why, found = verdict_of(outcome)
+    assert bool(why) == fails
+    assert found == verdict
+
+
+def test_an_engine_that_fails_ends_the_sessions_and_the_next_rollout_works(tmp_path: Path) -> None:
+    """Case 12: what was handed over stands, nothing else is taken from it."""
+    with rollout(agent=write(tmp_path, AGENT)) as made:
+        engine: Any = made.engine
+        serve = engine.serve
+
+        def failing(*arguments: Any) -> Iterator[list[Response]]:
+            for number, responses in enumerate(serve(*arguments)):
+                if number == 100:
+                    raise EngineError("killed")
+                yield responses
+
+        engine.serve = failing
+        with pytest.raises(EngineError):
+            sampled(made, "waits")
+        engine.serve = serve
+        assert made.door._guests == {}
+        got = sampled(made, "scores", times=2)
+        assert all(one.failure is None for one in got.values())
