@@ -7,6 +7,8 @@ imports the package.
 | `testgrid.py` | the methods; training and sampling every cell of the test; their archive |
 | `probe.py` | gradients of accuracy and calibration against each other, on any policy |
 | `fitted.py` | judged responses, and rows that are fitted on them |
-| `testtables.py`, `world2.py`, `price.py`, `adapter.py` | tables of the test and the studies |
+| `testtables.py`, `world2.py`, `price.py` | tables of the test and two studies |
+| `confidences.py` | confidences that are fitted on one policy's answers: arms, records, tables |
+| `adapter.py`, `language_model.py` | two studies of them, on the quickstart and on SmolLM2 |
 | `results.py` | archives, intervals |
 """

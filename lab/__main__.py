@@ -1,4 +1,4 @@
-"""``python -m lab test|test-tables|world2|price|adapter|theory|probe``: run the lab.
+"""``python -m lab test|test-tables|world2|price|adapter|language-model|theory|probe``: run the lab.
 
 The results are in `docs/lab/README.md`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lab import adapter, price, testgrid, testtables, world2
+from lab import adapter, confidences, language_model, price, testgrid, testtables, world2
 from lab.theory.run import write_theory
 from megatron_dcpo.errors import UserError
 
@@ -85,6 +85,18 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("runs/adapter_study"),
         help="where the runs are (default: %(default)s)",
     )
+    language = verbs.add_parser(
+        "language-model", help="what policies of SmolLM2-135M state of what they know: its tables"
+    )
+    language.add_argument(
+        "--train", action="store_true", help="first train, sample and fit; finished parts are kept"
+    )
+    language.add_argument(
+        "--grid",
+        type=Path,
+        default=Path("runs/language_model"),
+        help="where the runs are (default: %(default)s)",
+    )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -125,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         (second, _world2),
         (of_price, _price),
         (own, _adapter),
+        (language, _language_model),
         (theory, lambda a: write_theory(a.out)),
     ):
         verb.set_defaults(run=run)
@@ -184,11 +197,22 @@ def _adapter(args: argparse.Namespace) -> None:
     if args.train:
         records = args.out / adapter.AGAIN.records
         adapter.train(args.grid.resolve())
-        logging.info("%d seeds packed", adapter.pack(args.grid.resolve(), records))
+        logging.info(
+            "%d seeds packed", confidences.pack(adapter.AGAIN, args.grid.resolve(), records)
+        )
     for study in (adapter.FIRST, adapter.AGAIN):
         records = args.out / study.records
         if records.is_file():
-            adapter.tables(records, args.out, study)
+            confidences.tables(records, args.out, study)
+
+
+def _language_model(args: argparse.Namespace) -> None:
+    study = language_model.STUDY
+    records = args.out / study.records
+    if args.train:
+        language_model.train(args.grid.resolve())
+        logging.info("%d seeds packed", confidences.pack(study, args.grid.resolve(), records))
+    confidences.tables(records, args.out, study)
 
 
 def _train(

@@ -77,11 +77,7 @@ def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
     """Write ``<name>.json`` and ``<name>_tables.md``; return the former: of each method its values
     by pretraining, and their differences from GRPO on the same pretraining and problems.
     """
-    runs = {
-        pretraining: methods
-        for (_, pretraining, seed), methods in sorted(load(archive).items())
-        if seed == 1
-    }
+    runs = _runs(archive)
     counts = _counts(archive)
     result: dict[str, Any] = {}
     for name in study.rows:
@@ -116,6 +112,12 @@ def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
     return result
 
 
+def _runs(archive: Path) -> dict[int, Run]:
+    """Return the runs of an archive by their pretraining, of the first seed of each."""
+    found = sorted(load(archive).items())
+    return {pretraining: run for (_, pretraining, seed), run in found if seed == 1}
+
+
 def secondary(
     runs: Mapping[int, Run], result: Mapping[str, Any], first: Path
 ) -> dict[str, dict[str, Any]]:
@@ -142,11 +144,10 @@ def secondary(
     if not all(equal):
         found["pairs of equal informative groups"] = _with(points[equal], interval(points[equal]))
     if first.is_file():
-        earlier = {n: run for (_, n, seed), run in sorted(load(first).items()) if seed == 1}
         proper, grpo = FIRST.methods[0], FIRST.start
         more = [
             float(difference(run[proper], run[grpo], "accuracy, points").mean())
-            for run in earlier.values()
+            for run in _runs(first).values()
         ]
         both = np.array([*more, *points])
         found["both studies"] = _with(both, interval(both))

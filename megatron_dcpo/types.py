@@ -158,6 +158,16 @@ class Response:
         return self.prompt_id, self.sample_index
 
     @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """Return of each of several segments the number of its tokens of context, and where it
+        begins and ends in ``token_ids``.
+        """
+        ends = [start for start, _ in self.contexts[1:]] + [len(self.token_ids)]
+        return tuple(
+            (count, start, end) for (start, count), end in zip(self.contexts, ends, strict=True)
+        )
+
+    @property
     def oldest_version(self) -> int:
         """Return the oldest weights version that sampled a token."""
         return self.segments[0][0] if self.segments else self.weights_version
@@ -250,10 +260,7 @@ class TrainingSample:
     @property
     def length(self) -> int:
         """Return the number of tokens of the forward pass."""
-        contexts = self.response.contexts
-        if contexts:
-            return len(self.response_ids) + sum(count for _, count in contexts)
-        return len(self.prompt_ids) + len(self.response_ids)
+        return sum(self.sequence_lengths)
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -287,8 +294,7 @@ class TrainingSample:
         assert response.context_ids is not None
         sequences = []
         begun = 0  # of the tokens of contexts
-        stops = [start for start, _ in response.contexts[1:]] + [len(response.token_ids)]
-        for (start, count), stop in zip(response.contexts, stops, strict=True):
+        for count, start, stop in response.parts:
             context = response.context_ids[begun : begun + count]
             begun += count
             input_ids = np.concatenate([context, response.token_ids[start:stop]])
@@ -300,13 +306,9 @@ class TrainingSample:
         """Return the number of tokens of each of the :attr:`sequences`, which are known on ranks
         without the tokens too.
         """
-        contexts = self.response.contexts
-        if not contexts:
-            return (self.length,)
-        stops = [start for start, _ in contexts[1:]] + [len(self.response_ids)]
-        return tuple(
-            count + stop - start for (start, count), stop in zip(contexts, stops, strict=True)
-        )
+        if not self.response.contexts:
+            return (len(self.prompt_ids) + len(self.response_ids),)
+        return tuple(count + stop - start for count, start, stop in self.response.parts)
 
 
 @dataclass(frozen=True)

@@ -562,11 +562,14 @@ def one_thing_makes_the_responses(config: Config) -> Problem:
 @rule("train")
 def options_of_agents_need_an_agent(config: Config) -> Problem:
     rollout = config.rollout
-    if rollout.runs_agents:
-        return None
-    defaults = RolloutConfig()
+    return None if rollout.runs_agents else _options_without_agents(rollout, RolloutConfig())
+
+
+def _options_without_agents(
+    rollout: RolloutConfig | EngineConfig, defaults: RolloutConfig | EngineConfig
+) -> Problem:
     for name in AGENT_OPTIONS:
-        if getattr(rollout, name) != getattr(defaults, name):
+        if getattr(rollout, name, None) != getattr(defaults, name, None):
             return f"rollout.{name} has no effect without rollout.agent or rollout.command"
     return None
 
@@ -1064,11 +1067,7 @@ def agents_need_a_model_in_this_process(config: EvaluateConfig) -> Problem:
                 "model in this process; name it as model.path (--model)"
             )
         return None
-    defaults = EngineConfig()
-    for name in AGENT_OPTIONS:
-        if getattr(rollout, name, None) != getattr(defaults, name, None):
-            return f"rollout.{name} has no effect without rollout.agent or rollout.command"
-    return None
+    return _options_without_agents(rollout, EngineConfig())
 
 
 @rule("evaluate")

@@ -221,7 +221,7 @@ class RolloutConfig:
     standard input (docs/agents.md).
     """
     agent_sessions: Positive = 64
-    """Agents that run at once beside an engine, each in a process of its own."""
+    """Agents that run at once for each engine, each in a process of its own."""
     agent_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds of a session, the policy's answers included, before its agent is ended."""
     agent_memory_mb: Annotated[int, Field(ge=64)] = 2048

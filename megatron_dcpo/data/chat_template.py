@@ -24,16 +24,22 @@ if TYPE_CHECKING:
 _QUESTION, _ANSWER = "What is 1+1?", "It is two."
 # openings of turns in other models' templates, which no question begins or ends with
 _OPENINGS = (
-    *("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<｜User｜>", "[INST]"),
-    *(
-        "<s>[INST]",
-        "<s> [INST]",
-        "<|begin_of_text|>",
-        "<bos>",
-        "<｜begin▁of▁sentence｜>",
-        "[gMASK]",
-    ),
-    *("<|user|>", "<|system|>", "<|start|>", "<<SYS>>", "<|startoftext|>"),
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "<｜User｜>",
+    "[INST]",
+    "<s>[INST]",
+    "<s> [INST]",
+    "<|begin_of_text|>",
+    "<bos>",
+    "<｜begin▁of▁sentence｜>",
+    "[gMASK]",
+    "<|user|>",
+    "<|system|>",
+    "<|start|>",
+    "<<SYS>>",
+    "<|startoftext|>",
 )
 # ends of turns in models' templates, with which no answer ends
 END_TOKENS = (

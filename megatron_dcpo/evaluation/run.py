@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -60,10 +59,11 @@ from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
 from megatron_dcpo.runtime import hub
+from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import CONFIDENCE_TAG
+from megatron_dcpo.types import CONFIDENCE_TAG, OWN_ROLLOUT
 
 _LONGEST_MINUTES = 24 * 60  # for which a rank waits for the slowest one
 TESTS_FILE = "tests.jsonl.gz"  # next to samples.jsonl: needed to judge programs again
@@ -476,9 +476,8 @@ def _agent_settings(config: EvaluateConfig) -> dict[str, Any]:
         "agent_calls": rollout.agent_calls,
         "asks_confidence": rollout.asks_confidence,
     }
-    if rollout.agent.partition(":")[0].endswith(".py"):
-        source = Path(rollout.agent.rpartition(":")[0])
-        settings["agent_code"] = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    if rollout.agent not in ("", OWN_ROLLOUT):
+        settings["agent_code"] = source_digest(rollout.agent, "rollout.agent")
     return settings
 
 

@@ -18,8 +18,6 @@ from megatron_dcpo.planning.traffic import BytesSent, Operations, Work, operatio
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import sums_of_stages
 
-UNCERTAIN = 0.25  # of an estimated step
-
 
 @dataclass(frozen=True)
 class StepLoad:
@@ -61,12 +59,6 @@ class Seconds:
         (``rollout.async_steps``).
         """
         return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
-
-    def range_of(self, seconds: float) -> tuple[float, float]:
-        """Return between what a step of so many seconds may lie: no published step was farther from
-        what the others predict, and no step of ours has been measured.
-        """
-        return seconds * (1 - UNCERTAIN), seconds * (1 + UNCERTAIN)
 
 
 def step_seconds(

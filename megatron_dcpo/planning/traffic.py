@@ -128,15 +128,10 @@ class Operations:
         return [dense + experts for dense, experts in zip(self.dense, self.experts, strict=True)]
 
 
-def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
-    """Return the operations (two for a multiply-add) of one forward pass over all tokens of a step.
-    Attention is causal.
-    """
-    return sequence_flops(arch=arch, layout=layout, tokens=work.tokens, length=work.length)
-
-
 def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
-    """Return the operations of a forward pass over ``tokens`` in sequences of ``length``."""
+    """Return the operations (two for a multiply-add) of a forward pass over ``tokens`` in sequences
+    of ``length``. Attention is causal.
+    """
     operations = operations_per_token(arch, layout, length)
     return tokens * (sum(operations.layers) + operations.output)
 

@@ -23,8 +23,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from megatron_dcpo.config import RolloutConfig
+from megatron_dcpo.config.evaluation_sections import EngineConfig
 from megatron_dcpo.data.environments import (
     GUEST,
     RUNS_FILE,
@@ -76,27 +78,11 @@ class AgentOptions:
         return f"rollout.command={self.command}"
 
 
-class AgentLimits(Protocol):
-    """What options of agents are called, in a training and in an evaluation."""
-
-    @property
-    def agent(self) -> str: ...
-    @property
-    def command(self) -> str: ...
-    @property
-    def agent_sessions(self) -> int: ...
-    @property
-    def agent_seconds(self) -> float: ...
-    @property
-    def agent_memory_mb(self) -> int: ...
-    @property
-    def agent_calls(self) -> int: ...
-    @property
-    def asks_confidence(self) -> bool: ...
-
-
 def options_of(
-    rollout: AgentLimits, sequence_tokens: int, marker: str, prompts: Iterable[Prompt]
+    rollout: RolloutConfig | EngineConfig,
+    sequence_tokens: int,
+    marker: str,
+    prompts: Iterable[Prompt],
 ) -> AgentOptions:
     """Return the options of the section ``rollout`` of a configuration, for these ``prompts``.
     Raises :class:`UserError` if environments are to make the responses, and no prompt is of one.

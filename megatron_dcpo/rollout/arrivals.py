@@ -67,8 +67,9 @@ class Arrivals:
             self._changed.notify()
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
+    def is_over(self) -> bool:
+        """Return whether no call waits and none comes any more."""
+        return self._closed and not self._waiting
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -1,9 +1,10 @@
 """The messages of a chat as agents send them: read into one form, compared by what they mean, and
 made of what the policy has said.
 
-Clients write a history anew: arguments of a call with other spaces, ``""`` for no content, ids of
-their own. Two messages are the same if role, content, calls (names, and arguments as parsed JSON)
-and results are. Reasoning that a client leaves out is no difference; another reasoning is.
+Clients write a history in their own way: arguments of a call with other spaces, ``""`` for no
+content, ids of their own. Two messages are the same if role, content, calls (names, and arguments
+as parsed JSON) and results are. Reasoning that a client leaves out is no difference; another
+reasoning is.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _call(name_of_call: str, name: str, arguments: Mapping[str, Any]) -> dict[st
 
 
 def is_same(ours: Message, theirs: Message) -> bool:
-    """Return whether a client's message is ours, written anew."""
+    """Return whether a client's message is ours, as a client writes it."""
     if (ours["role"], ours["content"]) != (theirs["role"], theirs["content"]):
         return False
     if _meaning(ours) != _meaning(theirs):

@@ -15,10 +15,9 @@ import secrets
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import uvicorn
 
@@ -28,16 +27,20 @@ from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.door_replies import error_body, events, reply_body
 from megatron_dcpo.rollout.door_requests import DoorRequest, read_request, stop_seeker
 from megatron_dcpo.rollout.sessions import CallRefused, Planned, Session, Turn
+from megatron_dcpo.runtime.asgi import (
+    BadRequestError,
+    ClientLeftError,
+    Message,
+    Receive,
+    Send,
+    until_client_leaves,
+    whole_body,
+)
 from megatron_dcpo.runtime.local_names import is_local_host, is_same_origin
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import Response
 
 logger = logging.getLogger(__name__)
-
-# ASGI's
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 HOST = "127.0.0.1"
 BODY_BYTES = 16 << 20
@@ -45,14 +48,11 @@ BODY_SECONDS = 60.0
 _KEPT_KEYS = 1 << 16  # of sessions that are over
 _START_SECONDS = 30.0
 _RETRY_SECONDS = b"1"
+_BAD_BODIES = {408: "too_slow", 413: "too_large"}  # codes by status
 
 
 class CallGivenUp(Exception):
     """A call gets no answer: its session is over, or its engine failed."""
-
-
-class _ClientLeft(Exception):
-    """The client has gone before its answer was complete."""
 
 
 @dataclass(eq=False)
@@ -173,8 +173,10 @@ class Door:
             await _send_error(send, refused)
         except CallGivenUp:
             await _send_error(send, CallRefused(409, "session_is_over", "this session is over"))
-        except _ClientLeft:
+        except ClientLeftError:
             pass
+        except BadRequestError as bad:
+            await _send_error(send, CallRefused(bad.status, _BAD_BODIES[bad.status], str(bad)))
         except Exception as error:
             logger.exception("the door failed to answer a request")
             # not a 5xx: clients would ask the same again
@@ -193,7 +195,7 @@ class Door:
             raise CallRefused(404, "not_found", f"there is no {path:.100}")
         if scope["method"] != "POST":
             raise CallRefused(405, "method_not_allowed", f"{path} takes POST")
-        content = await _body_of(receive)
+        content = await whole_body(receive, BODY_BYTES, BODY_SECONDS)
         try:
             body = parse_json(content.decode())
             request = read_request(body, is_chat=path == "/v1/chat/completions")
@@ -265,20 +267,15 @@ def _retrieved(future: asyncio.Future[list[Response]]) -> None:
 
 
 async def _or_client_leaves(future: asyncio.Future[list[Response]], receive: Receive) -> None:
-    """Wait for an answer. Raises :class:`_ClientLeft`; the engine goes on, for a retry."""
-    leaving = asyncio.ensure_future(_disconnected(receive))
+    """Wait for an answer. Raises :class:`ClientLeftError`; the engine goes on, for a retry."""
+    leaving = asyncio.ensure_future(until_client_leaves(receive))
     try:
         await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
-            raise _ClientLeft
+            raise ClientLeftError
         future.result()
     finally:
         leaving.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _headers_of(scope: Message) -> dict[str, str]:
@@ -294,7 +291,7 @@ def _headers_of(scope: Message) -> dict[str, str]:
 
 
 def _key_and_path(scope: Message, headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return the key of a session, from the path or the bearer token, and the path behind it."""
+    """Return the key of a session, from the path or the bearer token, and the rest of the path."""
     path = scope["path"]
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
@@ -304,25 +301,6 @@ def _key_and_path(scope: Message, headers: Mapping[str, str]) -> tuple[str, str]
     if bearer and bearer != key:
         raise CallRefused(401, "invalid_api_key", "the key is that of another session")
     return key, f"/{rest}"
-
-
-async def _body_of(receive: Receive) -> bytes:
-    pieces = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _ClientLeft
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-                if size > BODY_BYTES:
-                    raise CallRefused(413, "too_large", f"a body has at most {BODY_BYTES} bytes")
-                if not message.get("more_body", False):
-                    return b"".join(pieces)
-    except TimeoutError:
-        raise CallRefused(408, "too_slow", "the body takes too long") from None
 
 
 async def _send_json(send: Send, value: object) -> None:

@@ -443,11 +443,12 @@ class Session:
         if not self.turns:
             raise ValueError("the policy was never asked")
         answer = self.turns[-1]
-        paths = self._paths(self._confidence or answer)
+        last = self._confidence or answer
+        paths = self._paths(last)
         parts = _Parts()
         answer_from = 0
         for path in paths:
-            parts.begin(self._context_of(path[0]))
+            parts.begin(path[0].planned.prompt_ids)
             for number, turn in enumerate(path):
                 if number:
                     parts.write(turn.written)
@@ -455,7 +456,6 @@ class Session:
                     answer_from = parts.length
                 kept = path[number + 1].planned.kept if number + 1 < len(path) else None
                 parts.sample(turn, kept)
-        last = self._confidence or answer
         token_ids, logprobs, loss_mask = parts.arrays()
         is_prompt_alone = len(paths) == 1 and parts.contexts == [self.prompt.token_ids]
         contexts: tuple[tuple[int, int], ...] = ()
@@ -514,9 +514,6 @@ class Session:
             owned.update(id(turn) for turn in path)
             paths.append(path)
         return [*paths, main]
-
-    def _context_of(self, turn: Turn) -> tuple[int, ...]:
-        return turn.planned.prompt_ids
 
 
 def _to_root(turn: Turn, owned: set[int]) -> list[Turn]:
@@ -585,7 +582,7 @@ def _cut(response: Response, most: int) -> Response:
 
 def failed(prompt: Prompt, index: int, why: str, version: int, step: int) -> Response:
     """Return what stands for a session that gave no response."""
-    nothing = Response(
+    return Response(
         prompt_id=prompt.prompt_id,
         sample_index=index,
         token_ids=np.zeros(0, np.int64),
@@ -593,5 +590,5 @@ def failed(prompt: Prompt, index: int, why: str, version: int, step: int) -> Res
         finish_reason="stop",
         weights_version=version,
         step=step,
+        failure=why,
     )
-    return replace(nothing, failure=why)

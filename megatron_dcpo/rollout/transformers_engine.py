@@ -220,7 +220,7 @@ class TransformersEngine(Engine):
         batch = slots.batch
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
         running = _Running.none()
-        while not (arrivals.is_closed and not len(arrivals) and not slots.taken):
+        while not (arrivals.is_over and not slots.taken):
             if stop_requested():
                 raise RolloutAbandoned
             slots.cancel(arrivals.take_cancelled())

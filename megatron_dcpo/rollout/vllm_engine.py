@@ -141,7 +141,7 @@ class VllmEngine(Engine):
         number = 0
         with _errors_of_generation(), preserve_process_state():
             try:
-                while not (arrivals.is_closed and not len(arrivals) and not calls):
+                while not (arrivals.is_over and not calls):
                     if stop_requested():
                         raise RolloutAbandoned
                     cancelled = arrivals.take_cancelled()

@@ -149,7 +149,7 @@ class ServerEngine(Engine):
         with ThreadPoolExecutor(self.concurrency) as pool:
             requests = _Requests(pool, arrivals)
             try:
-                while not (arrivals.is_closed and not len(arrivals) and not requests.under_way):
+                while not (arrivals.is_over and not requests.under_way):
                     if stop_requested():
                         raise RolloutAbandoned
                     if requests.done.empty():

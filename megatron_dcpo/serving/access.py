@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.asgi import App, Message, Receive, Send
 from megatron_dcpo.runtime.local_names import is_local_host, is_same_origin
-from megatron_dcpo.serving.asgi import App, Message, Receive, Send, send_error
+from megatron_dcpo.serving.relaying import send_error
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _BEARER = b"bearer "

@@ -14,19 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.asgi import App, ClientLeftError, Message
 from megatron_dcpo.runtime.served_models import ModelRow
 from megatron_dcpo.serving import exact_json
-from megatron_dcpo.serving.asgi import (
-    App,
-    ClientLeftError,
-    Message,
-    UpstreamError,
-    received,
-    request_of,
-)
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.finishing import why_not_whole
+from megatron_dcpo.serving.relaying import UpstreamError, received, request_of
 from megatron_dcpo.serving.scorer import Scored
 
 TEXTS = tuple(f"{hundredth / 100:.2f}" for hundredth in range(101))

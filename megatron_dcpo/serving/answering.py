@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from megatron_dcpo.errors import one_line
-from megatron_dcpo.serving.asgi import (
-    App,
-    ClientLeftError,
-    Message,
-    Receive,
-    Send,
-    UpstreamError,
-    headers_of_changed,
-    received,
-    request_of,
-)
+from megatron_dcpo.runtime.asgi import App, ClientLeftError, Message, Receive, Send
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.events import EventTooLongError
 from megatron_dcpo.serving.exact_json import compact
+from megatron_dcpo.serving.relaying import UpstreamError, headers_of_changed, received, request_of
 from megatron_dcpo.serving.replies import NotHiddenError, Score, Scoring, scored_reply
 from megatron_dcpo.serving.scorer import Scored
 from megatron_dcpo.serving.service import Service

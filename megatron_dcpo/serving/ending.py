@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from megatron_dcpo.serving.asgi import UpstreamError
+from megatron_dcpo.serving.relaying import UpstreamError
 
 _UNAVAILABLE = 503
 

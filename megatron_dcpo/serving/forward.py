@@ -15,20 +15,19 @@ from http.cookiejar import DefaultCookiePolicy
 import httpx2
 
 from megatron_dcpo.errors import one_line
-from megatron_dcpo.runtime.http_json import without_password
-from megatron_dcpo.runtime.served_models import VERSIONED
-from megatron_dcpo.serving.asgi import (
+from megatron_dcpo.runtime.asgi import (
     ClientLeftError,
     Message,
     Receive,
     Send,
-    UpstreamError,
-    headers_of_changed,
     until_client_leaves,
     whole_body,
 )
+from megatron_dcpo.runtime.http_json import without_password
+from megatron_dcpo.runtime.served_models import VERSIONED
 from megatron_dcpo.serving.asking import PATHS
 from megatron_dcpo.serving.limits import ServeLimits
+from megatron_dcpo.serving.relaying import UpstreamError, headers_of_changed
 from megatron_dcpo.serving.targets import checked_target
 
 # they are about one connection, not about what travels over it

@@ -9,21 +9,19 @@ import asyncio
 import time
 from typing import Any
 
-from megatron_dcpo.serving.answering import ServedAnswer
-from megatron_dcpo.serving.asgi import (
+from megatron_dcpo.runtime.asgi import (
     App,
     BadRequestError,
     ClientLeftError,
     Message,
     Receive,
     Send,
-    UpstreamError,
-    received,
-    send_error,
     whole_body,
 )
+from megatron_dcpo.serving.answering import ServedAnswer
 from megatron_dcpo.serving.asking import PATHS, Asked, ask, read_body
 from megatron_dcpo.serving.limits import TooManyError
+from megatron_dcpo.serving.relaying import UpstreamError, received, send_error
 from megatron_dcpo.serving.replies import Score
 from megatron_dcpo.serving.scorer import Scored
 from megatron_dcpo.serving.service import Service

@@ -19,7 +19,7 @@ Score = Callable[[dict[str, Any], int, str], Awaitable[Scored]]
 # is told the id of a response, the index of a choice and its confidence
 Told = Callable[[str, int, Scored], None]
 
-ERROR_BESIDE = "the upstream sent an error beside the answer"
+ERROR_WITH_ANSWER = "the upstream sent an error together with the answer"
 _LARGE = 1 << 20  # bytes from which on a reply is read in another thread
 
 
@@ -56,7 +56,9 @@ async def scored_reply(content: bytes, scoring: Scoring) -> bytes:
     for position, choice in enumerate(choices):
         if isinstance(choice, dict):
             index = index_of(choice, position)
-            scored = await scoring.score(choice, index, ERROR_BESIDE if reply.get("error") else "")
+            scored = await scoring.score(
+                choice, index, ERROR_WITH_ANSWER if reply.get("error") else ""
+            )
             _show(choice, scoring, scored)
             scoring.told(answer_id(reply), index, scored)
     hide_logprobs(reply, scoring.asked)

@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megatron_dcpo.serving.asgi import App
+from megatron_dcpo.runtime.asgi import App
 from megatron_dcpo.serving.ending import Shutdown
 
 # for the words that a request under way is told when the server ends

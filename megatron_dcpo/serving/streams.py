@@ -20,7 +20,7 @@ from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.finishing import finish_reason
 from megatron_dcpo.serving.hiding import hide_logprobs
 from megatron_dcpo.serving.replies import (
-    ERROR_BESIDE,
+    ERROR_WITH_ANSWER,
     Scoring,
     answer_id,
     drop_fields,
@@ -147,7 +147,7 @@ class Stream:
         """Return a chunk without the choices that end in it, which wait until they are scored."""
         self.last = {name: chunk[name] for name in chunk if name not in ("usage", "choices")}
         if chunk.get("error"):
-            self._give_up(ERROR_BESIDE)
+            self._give_up(ERROR_WITH_ANSWER)
         out = []
         going_on = []
         ending = []

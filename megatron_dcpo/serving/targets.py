@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote
 
-from megatron_dcpo.serving.asgi import BadRequestError, Message
+from megatron_dcpo.runtime.asgi import BadRequestError, Message
 
 # what may stand in a path and in a query: printable ASCII without spaces
 _PATH = re.compile(rb"/[!-~]*\Z")

@@ -39,6 +39,7 @@ class Validator:
         self.held_out = held_out
         self.generation = generation
         self.timers = timers
+        self.runs_agents = config.rollout.runs_agents
         self.max_error_rate = config.rollout.max_error_rate
         self.interval = options.interval
         self.last_step = config.training.steps
@@ -64,7 +65,8 @@ class Validator:
             responses = self._generate()
             if collectives.max(signals.stop_requested() or 0):
                 return None
-            responses = self._without_failures(responses)
+            if self.runs_agents:
+                responses = self._without_failures(responses)
             judged = self.held_out.judged(responses, engine.eos_token_ids)
             samples = [sample for ranked in collectives.gather(judged) for sample in ranked]
             metrics = collectives.broadcast(self.held_out.metrics(samples))

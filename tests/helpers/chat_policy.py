@@ -85,7 +85,7 @@ class ScriptedEngine:
     def serve(
         self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
     ) -> Iterator[list[Response]]:
-        while not arrivals.is_closed:
+        while not arrivals.is_over:
             arrivals.wait(0.02)
             self.cancelled |= arrivals.take_cancelled()
             calls = [] if self.is_stuck else arrivals.take(8)

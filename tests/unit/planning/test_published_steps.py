@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.planning.machine import Rates
-from megatron_dcpo.planning.step_time import UNCERTAIN
+from megatron_dcpo.planning.plan import UNCERTAIN
 from tests.helpers.paths import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

@@ -18,8 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.asgi import BadRequestError
 from megatron_dcpo.serving.access import Access, read_keys
-from megatron_dcpo.serving.asgi import BadRequestError
 from megatron_dcpo.serving.forward import Forward
 from megatron_dcpo.serving.limits import ServeLimits
 from megatron_dcpo.serving.middleware import ConfidenceMiddleware

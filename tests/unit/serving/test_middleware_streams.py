@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dcpo.serving.asgi import App, Message, Receive, Send
+from megatron_dcpo.runtime.asgi import App, Message, Receive, Send
 from tests.helpers.streaming import FIELDS, read_choices
 from tests.unit.serving.test_odd_applications import answer_of, saying
 from tests.unit.serving.test_streams import (

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from megatron_dcpo.runtime.asgi import App, Message, Receive, Send
 from megatron_dcpo.serving import exact_json
-from megatron_dcpo.serving.asgi import App, Message, Receive, Send
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.hiding import hide_logprobs
 from megatron_dcpo.serving.limits import Gate, ServeLimits, TooManyError

@@ -9,7 +9,7 @@ from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import ParallelConfig, load_config
 from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import make_plan
-from megatron_dcpo.planning.traffic import forward_flops
+from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.runtime import device
 from megatron_dcpo.training import metrics, recorder
 from megatron_dcpo.weights.layout import Layout
@@ -48,9 +48,8 @@ def test_utilization_of_the_training_phase(monkeypatch):
     expected = (6 * parameters + attention) * 32_000 / 2.0 / 8 / 1e12
     assert found["tflops/train"] == pytest.approx(expected, rel=0.01)
     assert found["mfu/train"] == pytest.approx(found["tflops/train"] / 989.0)
-    work = SimpleNamespace(tokens=32_000, length=2000)
     assert found["tflops/train"] == pytest.approx(
-        3 * forward_flops(arch, layout, work) / 2.0 / 8 / 1e12
+        3 * sequence_flops(arch, layout, tokens=32_000, length=2000) / 2.0 / 8 / 1e12
     )
     assert metrics.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
 

@@ -1,20 +1,10 @@
-"""The part of ASGI that the middleware and the forwarder share: bodies, errors, clients that
-leave.
-"""
+"""Requests and answers as the middleware and the forwarder pass them on, and their own errors."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
+from megatron_dcpo.runtime.asgi import Message, Receive, Send
 from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.replies import error_body
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _REPLACED = (b"content-length", b"accept-encoding", b"transfer-encoding")
 _JSON = (b"content-type", b"application/json")
@@ -36,44 +26,6 @@ class UpstreamError(Exception):
     status = 502
 
 
-class ClientLeftError(Exception):
-    """The client has gone before its answer was complete."""
-
-
-class BadRequestError(Exception):
-    """A request cannot be read; ``status`` is what it is answered with."""
-
-    def __init__(self, words: str, status: int = 400) -> None:
-        super().__init__(words)
-        self.status = status
-
-
-async def whole_body(receive: Receive, most: int, seconds: float) -> bytes:
-    """Return the body of a request. Raises :class:`ClientLeftError`, and :class:`BadRequestError`
-    for one of more than ``most`` bytes, and for one that takes longer than ``seconds``.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            return await _body(receive, most)
-    except TimeoutError:
-        raise BadRequestError("the body takes too long", 408) from None
-
-
-async def _body(receive: Receive, most: int) -> bytes:
-    pieces = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > most:
-            raise BadRequestError(f"the body has more than {most} bytes", 413)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
 def received(content: bytes, receive: Receive) -> Receive:
     """Return what gives a body that has been read, and after it what ``receive`` gives."""
     bodies: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
@@ -82,12 +34,6 @@ def received(content: bytes, receive: Receive) -> Receive:
         return bodies.pop() if bodies else await receive()
 
     return receive_again
-
-
-async def until_client_leaves(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def request_of(scope: Message, content: bytes) -> tuple[Message, Message]:

@@ -1,0 +1,364 @@
+"""Confidences that are fitted on judged answers of one frozen policy and tested on others: their
+arms, records and tables.
+
+The directory of a policy holds ``fit/`` and ``test/``, evaluations with log-probs and states, and
+may hold tests of other problems. :func:`fit_arms` fits on the first and leaves what every arm says
+of the others; :func:`pack` makes the published records of it, and :func:`tables` the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from lab.results import Interval, crossed, read_archive, write_archive, write_json
+from lab.testgrid import REPOSITORY, commit
+from megatron_dcpo.calibration import accuracy_at_coverage, auroc, auroc_within
+from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation.samples import Sample, read_samples
+
+logger = logging.getLogger(__name__)
+
+# predictors, by what dcpo calibrate reads for them
+PREDICTORS = MappingProxyType({"bar": "task", "probe": "states", "stack": "stack"})
+SHUFFLED = "adapter, shuffled labels"
+# adapters, by their teachers
+ADAPTERS = MappingProxyType(
+    {
+        "adapter, T = R": "correct",
+        "adapter, taught by the bar": "task",
+        "adapter, taught by the stack": "stack",
+        SHUFFLED: "correct",
+    }
+)
+# of the first study
+_HELD_OUT = REPOSITORY / "examples" / "quickstart" / "data" / "heldout.jsonl"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Name a study: its page and files begin with ``name``, and ``python -m lab VERB`` makes its
+    tables. The arms in ``compared`` are compared
+    with those in ``against``. ``fitting`` are options of ``dcpo calibrate --kind adapter``, and
+    ``reading`` of ``--apply``; of the adapters in ``read_greedily`` the most probable number is
+    read as well as the mean. ``tests`` are tested, the first of them by every arm.
+    """
+
+    name: str
+    verb: str
+    title: str
+    compared: tuple[str, ...]
+    against: tuple[str, ...]
+    seeds: tuple[int, ...] = ()
+    fitting: tuple[str, ...] = ()
+    reading: tuple[str, ...] = ("model.params_dtype=fp32",)
+    read_greedily: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ("test",)
+
+    @property
+    def records(self) -> str:
+        return f"{self.name}_records.tar.xz"
+
+
+def note_start(directory: Path) -> None:
+    """Make the directory of a policy, with the commit and the time at which it was begun."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "started.json"
+    if not path.is_file():
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(json.dumps({"commit": commit(), "started": now}))
+
+
+def fit_arms(study: Study, directory: Path, policy: Path) -> None:
+    """Fit the arms of a study on the answers of a policy, and read them; finished parts are
+    kept.
+    """
+    answers = directory / "fit" / "samples.jsonl"
+    for name, features in PREDICTORS.items():
+        if not (directory / f"{name}.npz").is_file():
+            dcpo(
+                *("calibrate", "--samples", answers, "--features", features),
+                *("--held-out", 0, "--out", directory / f"{name}.npz"),
+            )
+    for number, (name, teacher) in enumerate(ADAPTERS.items()):
+        samples = _shuffled(answers, directory / "shuffled") if name == SHUFFLED else answers
+        run = directory / f"adapter{number}"
+        if not (run / "confidence.json").is_file():
+            dcpo(
+                *("calibrate", "--kind", "adapter", "--model", policy, "--target", "text"),
+                *("--teacher", teacher, "--samples", samples, "--held-out", 0),
+                *("--out", run, *study.fitting, "training.resume=auto"),
+            )
+        for test in study.tests:
+            for reading in _readings(study, name):
+                read = directory / _read_as(name, reading, test)
+                if not read.is_file():
+                    dcpo(
+                        *("calibrate", "--apply", run, "--read", reading, "--out", read),
+                        *("--samples", directory / test / "samples.jsonl", *study.reading),
+                    )
+
+
+def _readings(study: Study, name: str) -> tuple[str, ...]:
+    return ("mean", "greedy") if name in study.read_greedily else ("mean",)
+
+
+def _read_as(name: str, reading: str, test: str) -> str:
+    """Return the name of the file that has what an adapter says of a test."""
+    return f"{name}, {reading}.jsonl" if test == "test" else f"{name}, {reading}, {test}.jsonl"
+
+
+def _shuffled(answers: Path, out: Path) -> Path:
+    """Write the answers with their verdicts in another order, next to their settings."""
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    verdicts = [row["correct"] for row in rows]
+    random.Random(0).shuffle(verdicts)
+    out.mkdir(exist_ok=True)
+    path = out / "samples.jsonl"
+    lines = (
+        json.dumps({**row, "correct": verdict}) + "\n"
+        for row, verdict in zip(rows, verdicts, strict=True)
+    )
+    path.write_text("".join(lines))
+    settings = answers.with_name("settings.json")
+    (out / "settings.json").write_text(settings.read_text())
+    return path
+
+
+def dcpo(*arguments: object) -> None:
+    """Run a verb as a user does. Raises CalledProcessError if it fails."""
+    words = [str(word) for word in arguments]
+    logger.info("dcpo %s", " ".join(words))
+    subprocess.run(
+        [sys.executable, "-m", "megatron_dcpo", *words],
+        check=True,
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+# ----------------------------------------------------------------------------------------- results
+def pack(study: Study, out: Path, archive: Path) -> int:
+    """Write every tested answer's problem, kind, verdict and confidences of the seeds that are
+    finished; return how many these are.
+    """
+    files = {}
+    finished = 0
+    for seed in study.seeds:
+        directory = out / f"seed{seed}"
+        last = list(ADAPTERS)[-1]
+        if not (directory / _read_as(last, _readings(study, last)[-1], study.tests[-1])).is_file():
+            break
+        for test in study.tests:
+            name = f"seed{seed}.json" if test == "test" else f"{test}.seed{seed}.json"
+            files[name] = json.dumps(_records(study, directory, test)).encode()
+        finished += 1
+    write_archive(archive, files)
+    return finished
+
+
+def _records(study: Study, directory: Path, test: str) -> dict[str, Any]:
+    tested = _with_states(directory / test / "samples.jsonl")
+    return {
+        **json.loads((directory / "started.json").read_text()),
+        "problem": [posthoc.problem_of(sample) for sample in tested],
+        "kind": [sample.prompt.kind for sample in tested],
+        "correct": [float(sample.correct) for sample in tested],
+        "arms": {
+            arm: np.round(values, 4).tolist()
+            for arm, values in _arms(study, directory, test, tested).items()
+        },
+    }
+
+
+def _with_states(file: Path) -> list[Sample]:
+    """Return the samples of a file with the model's states."""
+    from megatron_dcpo.evaluation.states import with_states
+
+    return with_states(read_samples(file), file)
+
+
+def _arms(
+    study: Study, directory: Path, test: str, tested: Sequence[Sample]
+) -> dict[str, np.ndarray]:
+    """Return the confidence of every arm in every tested answer; one that an arm has none of gets
+    the share of right answers among those fitted.
+    """
+    fitted = read_samples(directory / "fit" / "samples.jsonl")
+    constant = float(np.mean([sample.correct for sample in fitted]))
+
+    def filled(values: Sequence[float | None]) -> np.ndarray:
+        return np.array([constant if value is None else value for value in values])
+
+    arms = {
+        "stated": filled([sample.judgement.confidence for sample in tested]),
+        "constant": np.full(len(tested), constant),
+        "lookup": filled(_lookup(fitted, tested)),
+        "boosted trees": filled(_boosted(fitted, tested)),
+    }
+    for name in PREDICTORS:
+        predictor = posthoc.Posthoc.load(directory / f"{name}.npz")
+        arms[name] = filled(predictor.predict(tested))
+    for name in ADAPTERS:
+        for reading in _readings(study, name):
+            read = read_samples(directory / _read_as(name, reading, test))
+            arms[name if reading == "mean" else f"{name}, {reading}"] = filled(
+                [sample.measures.posthoc_confidence for sample in read]
+            )
+    return arms
+
+
+def _lookup(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float | None]:
+    """Return the share of right answers among the fitted ones of each tested answer's type."""
+    of_kind: dict[str | None, list[bool]] = {}
+    for sample in fitted:
+        of_kind.setdefault(sample.prompt.kind, []).append(sample.correct)
+    shares = {kind: float(np.mean(verdicts)) for kind, verdicts in of_kind.items()}
+    return [shares.get(sample.prompt.kind) for sample in tested]
+
+
+def _boosted(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float | None]:
+    """Return what boosted trees on the inputs of the bar say of the tested answers."""
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    kinds = sorted({str(sample.prompt.kind) for sample in fitted})
+
+    def inputs(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+        values, known = posthoc.inputs_of(samples, "task")
+        chosen = [str(samples[index].prompt.kind) for index in known]
+        return posthoc.with_tasks(values, chosen, np.array(kinds)), known
+
+    x, known = inputs(fitted)
+    y = np.array([fitted[index].correct for index in known], float)
+    model = HistGradientBoostingClassifier(random_state=0).fit(x, y)
+    x, known = inputs(tested)
+    predictions: list[float | None] = [None] * len(tested)
+    for index, value in zip(known, model.predict_proba(x)[:, 1], strict=True):
+        predictions[index] = float(value)
+    return predictions
+
+
+def tables(archive: Path, page: Path, study: Study) -> dict[str, Any]:
+    """Write ``<name>.json`` and ``<name>_tables.md`` into ``page``; return the former."""
+    files = {
+        name.removesuffix(".json"): with_kinds(json.loads(content))
+        for name, content in sorted(read_archive(archive).items())
+    }
+    seeds = {
+        name.removeprefix("seed"): rows for name, rows in files.items() if name.startswith("seed")
+    }
+    result: dict[str, Any] = {
+        "seeds": list(seeds),
+        "started": [rows.get("started") for rows in seeds.values()],
+        "commits": [rows.get("commit") for rows in seeds.values()],
+        "arms": {},
+        "minus": {},
+    }
+    for arm in next(iter(seeds.values()))["arms"]:
+        result["arms"][arm] = _scores(arm, list(seeds.values()))
+    for other in study.against:
+        result["minus"][other] = {
+            arm: _minus(arm, other, seeds) for arm in study.compared if arm != other
+        }
+    if len(study.tests) > 1:
+        result["others"] = {}
+    for test in study.tests[1:]:
+        of_test = [rows for name, rows in files.items() if name.startswith(f"{test}.")]
+        result["others"][test] = {arm: _scores(arm, of_test) for arm in of_test[0]["arms"]}
+    write_json(page / f"{study.name}.json", result)
+    (page / f"{study.name}_tables.md").write_text(_page(study, result))
+    return result
+
+
+def with_kinds(rows: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of a seed with the type of each problem, which the first study did not keep:
+    its problems are those of the held-out file, by number.
+    """
+    if "kind" in rows:
+        return rows
+    kinds = [json.loads(line)["type"] for line in _HELD_OUT.read_text().splitlines()]
+    numbers = [int(name.rsplit("/", 1)[1]) for name in rows["problem"]]
+    return {**rows, "kind": [kinds[number] for number in numbers]}
+
+
+def _scores(arm: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the scores of an arm, a number for each seed."""
+    found: dict[str, list[float]] = {}
+    for rows in seeds:
+        confidence = np.array(rows["arms"][arm])
+        correct = np.array(rows["correct"])
+        scores = {
+            "brier": float(np.mean((confidence - correct) ** 2)),
+            "auroc": float(auroc(confidence, correct)),
+            "auroc_within": auroc_within(confidence, correct, rows["kind"]).value,
+            "risk_at_half": 1 - float(accuracy_at_coverage(confidence, correct, 0.5)),
+        }
+        for name, value in scores.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _minus(arm: str, other: str, seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return Brier(arm) - Brier(other): the mean of each seed, and of all with its 95 % interval
+    over seeds and problems.
+    """
+    by_problem = []
+    for rows in seeds.values():
+        correct = np.array(rows["correct"])
+        of_arm = (np.array(rows["arms"][arm]) - correct) ** 2
+        of_other = (np.array(rows["arms"][other]) - correct) ** 2
+        _, place = np.unique(rows["problem"], return_inverse=True)
+        by_problem.append(np.bincount(place, of_arm - of_other) / np.bincount(place))
+    differences = np.array(by_problem)
+    pooled = crossed(differences)
+    return {
+        "seeds": [float(values.mean()) for values in differences],
+        "pooled": [pooled.mean, pooled.low, pooled.high],
+    }
+
+
+def _page(study: Study, result: Mapping[str, Any]) -> str:
+    lines = [
+        f"# Tables: {study.title}",
+        "",
+        f"By `python -m lab {study.verb}` from `{study.records}`. Mean over seeds "
+        f"{', '.join(map(str, result['seeds']))}:",
+        "",
+        *_table_of_scores(result["arms"]),
+    ]
+    for test, arms in result.get("others", {}).items():
+        lines += ["", f"On the answers of the test `{test}`:", "", *_table_of_scores(arms)]
+    for other, rows in result["minus"].items():
+        seeds = [f"seed {seed}" for seed in result["seeds"]]
+        header = [f"Brier minus that of: {other}", *seeds, "all, over seeds and problems"]
+        lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+        for arm, row in rows.items():
+            shown = [f"{mean:+.4f}" for mean in row["seeds"]]
+            gap = Interval(*row["pooled"])
+            shown.append(f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]")
+            lines.append(f"| {arm} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _table_of_scores(arms: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """Return the lines of a table of every arm's scores, means of the seeds."""
+    lines = [
+        "| | Brier | AUROC | AUROC within types | risk at half coverage |",
+        "|---|---|---|---|---|",
+    ]
+    for arm, values in arms.items():
+        means = [np.mean(of_seeds) for of_seeds in values.values()]
+        lines.append(f"| {arm} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
+    return lines

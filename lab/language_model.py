@@ -1,0 +1,133 @@
+"""What a language model says it knows: stated, looked up, fitted and taught confidences of frozen
+policies of SmolLM2-135M-Instruct.
+
+The study is ``docs/lab/language_model.md``, whose design was committed before the first run of an
+arm. The policies start from a warm start with LoRA on the tasks of ``examples/smollm2``
+(:data:`WARM_START` under ``--grid``; the page has its commands) and are trained by GRPO with LoRA.
+No problem is in two of the files that :func:`write_problems` makes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lab.confidences import ADAPTERS, SHUFFLED, Study, dcpo, fit_arms, note_start
+from lab.testgrid import REPOSITORY
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import Sample, read_samples
+from megatron_dcpo.runtime.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = REPOSITORY / "examples" / "smollm2"
+WARM_START = "warm_start/policy"
+TAUGHT = "adapter, taught by the stack"
+MAY_FALL = 0.05  # accuracy in sums of a policy below the warm start's
+# rows of data/train.jsonl: trained by GRPO, answered to fit, answered to test
+ROWS = {"reinforce": (0, 3000), "fit": (3000, 5000), "test": (5000, 6000)}
+REPEATS = {"fit": 1, "test": 2, "other": 2}
+REINFORCE = (
+    "model.adapter.rank=16",
+    "model.adapter.alpha=32",
+    "optimizer.lr=2e-4",
+    "rollout.filter_groups=reasoning",
+    "training.steps=25",
+    "training.save_interval=5",
+    "training.keep_checkpoints=1",
+    "evaluation.interval=0",
+    "logging.to=[]",
+)
+STUDY = Study(
+    name="language_model",
+    verb="language-model",
+    title="a language model says what it knows",
+    compared=(
+        *(name for name in ADAPTERS if name != SHUFFLED),
+        f"{TAUGHT}, greedy",
+        "probe",
+        "stack",
+        "boosted trees",
+    ),
+    against=("lookup", "bar", "adapter, T = R"),
+    seeds=(1, 2, 3),
+    fitting=(
+        "--decimals",
+        "1",
+        "model.adapter.rank=16",
+        "model.adapter.layers=last 6",
+        "model.params_dtype=fp32",
+        "optimizer.lr=5e-4",
+        "training.epochs=2",
+        "data.examples_per_step=32",
+        "parallel.sequence_packing=true",
+        "training.max_tokens_per_micro_batch=2048",
+        "logging.to=[]",
+    ),
+    read_greedily=(TAUGHT,),
+    tests=("test", "other"),
+)
+
+
+def write_problems(data: Path, out: Path) -> dict[str, Path]:
+    """Write the problems of each part, from the files of ``tasks.py`` in ``data``; return where
+    they are.
+    """
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    out.mkdir(parents=True, exist_ok=True)
+    files = {"other": data / "out_of_distribution.jsonl"}
+    for name, (first, last) in ROWS.items():
+        files[name] = out / f"{name}.jsonl"
+        write_atomically(files[name], "".join(lines[first:last]))
+    return files
+
+
+def train(out: Path) -> None:
+    """Train the policies below ``out``, sample them, and fit and read the arms; finished parts are
+    kept. A policy whose accuracy in sums has fallen is not fitted, and a line says so.
+    """
+    start = out / WARM_START
+    if not start.is_dir():
+        raise UserError(f"{start} is missing: docs/lab/language_model.md has the warm start")
+    files = write_problems(out / "data", out / "problems")
+    sample(start, files["test"], out / "before", repeats=1)
+    before = accuracy_in_sums(read_samples(out / "before" / "samples.jsonl"))
+    for seed in STUDY.seeds:
+        directory = out / f"seed{seed}"
+        note_start(directory)
+        policy = directory / "grpo" / "policy"
+        if not policy.is_dir():
+            dcpo(
+                *("train", "--config", SMOLLM2 / "grpo.yaml", f"run_dir={directory / 'grpo'}"),
+                *(f"model.path={start}", f"data.path={files['reinforce']}", f"seed={seed}"),
+                *(*REINFORCE, "training.resume=auto"),
+            )
+        for name, repeats in REPEATS.items():
+            sample(policy, files[name], directory / name, repeats)
+        after = accuracy_in_sums(read_samples(directory / "test" / "samples.jsonl"))
+        if after < before - MAY_FALL:
+            logger.warning(
+                "seed %d: accuracy in sums is %.3f, before %.3f: stopped", seed, after, before
+            )
+            continue
+        fit_arms(STUDY, directory, policy)
+
+
+def sample(policy: Path, problems: Path, out: Path, repeats: int) -> None:
+    """Answer every problem ``repeats`` times at temperature 1, once."""
+    if not (out / "evaluation.json").is_file():
+        dcpo(
+            *("evaluate", "--model", policy, "--out", out, "--keep", "states"),
+            *("--benchmarks", f"{out.name}={problems}", "--repeats", repeats),
+            *("--template", "chat", "--max-tokens", 72, "--resamples", 0, "--batch-size", 64),
+            *("--temperature", 1.0, "--top-p", 1.0, "--top-k", 0),
+        )
+
+
+def accuracy_in_sums(samples: Sequence[Sample]) -> float:
+    """Return the share of right answers to the sums."""
+    sums = [float(s.correct) for s in samples if str(s.prompt.kind).startswith("chain_sum")]
+    return float(np.mean(sums))
