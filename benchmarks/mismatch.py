@@ -106,7 +106,7 @@ def measure(
         with policies.training_run(options) as run:
             samples = policies.sampled(run, 1)
             run.engine.sleep()
-            _, statistics = run.updater.update(samples, 1)
+            statistics = policies.update(run, samples, 1)
     found = mismatch_metrics(statistics.sums)
     return {
         "head": head,

@@ -150,6 +150,12 @@ def sampled(run: Any, step: int) -> list[Any]:
     return half_right(run.rollouts.take(step).samples)
 
 
+def update(run: Any, samples: list[Any], step: int) -> Any:
+    """Take the optimizer steps of a training step on its samples; their statistics."""
+    scores = run.updater.method.group_scores(samples)
+    return run.updater.update(samples, scores, step)[1]
+
+
 def training_step(run: Any, step: int) -> dict[str, float]:
     """One step as the loop takes it, with half of each group right; wall seconds of its parts,
     ``train_cpu``, its response tokens and those that were trained on. It has a gradient.
@@ -160,7 +166,7 @@ def training_step(run: Any, step: int) -> dict[str, float]:
     with run.timers("train"):
         run.engine.sleep()
         run.offload.reload()
-        _, statistics = run.updater.update(samples, step)
+        statistics = update(run, samples, step)
     cpu = cpu_seconds() - cpu
     with run.timers("reshard"):
         run.offload.offload()

@@ -31,7 +31,7 @@ def measurements() -> Iterator[Measurement]:
         # an entropy term, however small, gives every response a gradient
         coef = 1e-30 if everything else 0.0
         run.updater.method = method.with_entropy_coef(coef)
-        statistics = run.updater.update(samples, 2)[1]
+        statistics = policies.update(run, samples, 2)
         assert statistics.grad_norms[0] > 0
         return statistics.grad_norms[0], sum(map(sequence_length, statistics.trained))
 

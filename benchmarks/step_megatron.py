@@ -4,7 +4,9 @@ optimizer and gradient.
 Ours is ``Updater.update``: micro-batches, scores, log-probs, entropies, loss, engine against
 trainer, statistics, the checks for numbers that are not finite, optimizer. Bare is
 ``forward_backward_func`` with Megatron's own cross-entropy (``labels=...``) on micro-batches that
-are ready, weighted so that its gradient is the same, and the optimizer.
+are ready, weighted so that its gradient is the same, and the optimizer. Where no response ends
+early, a third side takes its turn: the model of Hugging Face on one padded batch of the same
+tokens, autograd, torch's clipping and AdamW, the least that a trainer on transformers has to do.
 """
 
 from __future__ import annotations
@@ -43,11 +45,16 @@ def measurements() -> Iterator[Measurement]:
             model = policies.write_policy(Path(scratch, "policy"), shape, stop)
             options = policies.overrides(model, Path(scratch, "run"), prompts, group, tokens, *more)
             with policies.training_run(options) as run:
-                yield compared(name, run, policies.sampled(run, 1), 1 if QUICK else rounds)
+                plain = None if stop else Plain(model)
+                samples = policies.sampled(run, 1)
+                yield from compared(name, run, samples, 1 if QUICK else rounds, plain)
         destroy()
 
 
-def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measurement:
+def compared(
+    name: str, run: Any, samples: list[Any], rounds: int, plain: Plain | None
+) -> Iterator[Measurement]:
+    import policies
 
     scored = run.updater.method.score(samples)
     bare = Bare(run, scored)
@@ -59,16 +66,65 @@ def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measuremen
             [buffer.grad_data.clone() for chunk in run.policy.chunks for buffer in chunk.buffers]
         )
     apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
-    turns = in_turns(rounds, ours=lambda: run.updater.update(samples, 1), bare=bare.step)
+    sides = {"ours": lambda: policies.update(run, samples, 1), "bare": bare.step}
+    if plain is not None:
+        batch = plain.batch(scored)
+        sides["plain"] = lambda: plain.step(*batch)
+    turns = in_turns(rounds, **sides)
     tokens = sum(len(sample.response_ids) for sample in samples)
-    assert turns["ours"].result[1].grad_norms[-1] > 0, "a step that trains nothing"
+    assert turns["ours"].result.grad_norms[-1] > 0, "a step that trains nothing"
     reason = (
         f"{tokens} response tokens; the gradients' relative difference is {apart:.1g} (at most "
         "1e-4)"
     )
     other = "forward_backward_func, cross-entropy and optimizer of Megatron-core"
     fields = {"goal": 1.05, "same": apart <= 1e-4, "reason": reason}
-    return timed(f"step_megatron/{name}", turns["ours"], turns["bare"], other, how=min, **fields)
+    yield timed(f"step_megatron/{name}", turns["ours"], turns["bare"], other, how=min, **fields)
+    if plain is not None:
+        other = "the model of transformers, autograd, clipping and AdamW of torch"
+        name = f"step_megatron/{name}, against transformers"
+        yield timed(name, turns["ours"], turns["plain"], other, how=min, goal=1.0, same=True)
+
+
+class Plain:
+    """A policy-gradient step on the model of Hugging Face, without Megatron."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+
+    def batch(self, scored: Any) -> tuple[Any, Any, Any]:
+        """Return the tokens of prompts and responses, padded on the left, their mask, and what
+        multiplies the log-probs of the responses. All responses are equally long.
+        """
+        import numpy as np
+        import torch
+
+        longest = max(len(one.input_ids) for one in scored)
+        tokens = torch.zeros(len(scored), longest, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for row, one in enumerate(scored):
+            tokens[row, longest - len(one.input_ids) :] = torch.as_tensor(one.input_ids)
+            mask[row, longest - len(one.input_ids) :] = 1
+        weights = np.stack([one.weights * one.advantages for one in scored])
+        return tokens, mask, torch.as_tensor(weights, dtype=torch.float32)
+
+    def step(self, tokens: Any, mask: Any, weights: Any) -> None:
+        import torch
+
+        count = weights.shape[1]
+        logits = self.model(input_ids=tokens, attention_mask=mask, logits_to_keep=count + 1).logits[
+            :, :-1
+        ]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, -count:, None])[..., 0]
+        ratio = (logprobs - logprobs.detach()).exp()
+        (-(ratio * weights).sum()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Bare:

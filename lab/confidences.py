@@ -160,7 +160,7 @@ def pack(study: Study, out: Path, archive: Path) -> int:
         directory = out / f"seed{seed}"
         last = list(ADAPTERS)[-1]
         if not (directory / _read_as(last, _readings(study, last)[-1], study.tests[-1])).is_file():
-            break
+            continue
         for test in study.tests:
             name = f"seed{seed}.json" if test == "test" else f"{test}.seed{seed}.json"
             files[name] = json.dumps(_records(study, directory, test)).encode()

@@ -28,14 +28,14 @@ WARM_START = "warm_start/policy"
 TAUGHT = "adapter, taught by the stack"
 MAY_FALL = 0.05  # accuracy in sums of a policy below the warm start's
 # rows of data/train.jsonl: trained by GRPO, answered to fit, answered to test
-ROWS = {"reinforce": (0, 3000), "fit": (3000, 5000), "test": (5000, 6000)}
-REPEATS = {"fit": 1, "test": 2, "other": 2}
+ROWS = {"reinforce": (0, 2000), "fit": (2000, 5000), "test": (5000, 6000)}
 REINFORCE = (
+    "model.params_dtype=bf16",
     "model.adapter.rank=16",
     "model.adapter.alpha=32",
     "optimizer.lr=2e-4",
     "rollout.filter_groups=reasoning",
-    "training.steps=25",
+    "training.steps=20",
     "training.save_interval=5",
     "training.keep_checkpoints=1",
     "evaluation.interval=0",
@@ -59,7 +59,7 @@ STUDY = Study(
         "1",
         "model.adapter.rank=16",
         "model.adapter.layers=last 6",
-        "model.params_dtype=fp32",
+        "model.params_dtype=bf16",
         "optimizer.lr=5e-4",
         "training.epochs=2",
         "data.examples_per_step=32",
@@ -67,6 +67,7 @@ STUDY = Study(
         "training.max_tokens_per_micro_batch=2048",
         "logging.to=[]",
     ),
+    reading=("model.params_dtype=bf16",),
     read_greedily=(TAUGHT,),
     tests=("test", "other"),
 )
@@ -93,7 +94,7 @@ def train(out: Path) -> None:
     if not start.is_dir():
         raise UserError(f"{start} is missing: docs/lab/language_model.md has the warm start")
     files = write_problems(out / "data", out / "problems")
-    sample(start, files["test"], out / "before", repeats=1)
+    sample(start, files["test"], out / "before")
     before = accuracy_in_sums(read_samples(out / "before" / "samples.jsonl"))
     for seed in STUDY.seeds:
         directory = out / f"seed{seed}"
@@ -105,8 +106,8 @@ def train(out: Path) -> None:
                 *(f"model.path={start}", f"data.path={files['reinforce']}", f"seed={seed}"),
                 *(*REINFORCE, "training.resume=auto"),
             )
-        for name, repeats in REPEATS.items():
-            sample(policy, files[name], directory / name, repeats)
+        for name in ("fit", "test", "other"):
+            sample(policy, files[name], directory / name)
         after = accuracy_in_sums(read_samples(directory / "test" / "samples.jsonl"))
         if after < before - MAY_FALL:
             logger.warning(
@@ -116,14 +117,15 @@ def train(out: Path) -> None:
         fit_arms(STUDY, directory, policy)
 
 
-def sample(policy: Path, problems: Path, out: Path, repeats: int) -> None:
-    """Answer every problem ``repeats`` times at temperature 1, once."""
+def sample(policy: Path, problems: Path, out: Path) -> None:
+    """Answer every problem once at temperature 1, if that is not done."""
     if not (out / "evaluation.json").is_file():
         dcpo(
             *("evaluate", "--model", policy, "--out", out, "--keep", "states"),
-            *("--benchmarks", f"{out.name}={problems}", "--repeats", repeats),
+            *("--benchmarks", f"{out.name}={problems}", "--repeats", 1),
             *("--template", "chat", "--max-tokens", 72, "--resamples", 0, "--batch-size", 64),
             *("--temperature", 1.0, "--top-p", 1.0, "--top-k", 0),
+            "model.params_dtype=bf16",
         )
 
 
