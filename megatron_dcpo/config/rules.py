@@ -806,7 +806,8 @@ def fused_rotations_of_packed_sequences_are_of_halves(
     config: RunConfig, model: ModelShape
 ) -> Problem:
     """Megatron-core 0.16 does not tell the kernel for packed sequences that pairs are neighbors
-    (``fused_apply_rotary_pos_emb_thd``), which would rotate other pairs.
+    (``fused_apply_rotary_pos_emb_thd``), which would rotate other pairs. With a later release the
+    kernel is used without the option (``policy/rotary.py``).
     """
     parallel = config.parallel
     fused = parallel.megatron.get("apply_rope_fusion") and parallel.sequence_packing

@@ -631,7 +631,7 @@ def output_layer_bytes(
     """Return the bytes with which the output layer works at its peak (``policy/output_layer.py``):
     a chunk's logits in fp32 and again in the model's type (or an eighth of them), the hidden states
     of all rows, those of the response rows and their gradient, and, if the layer ``learns`` and has
-    another type than its gradient's sums, one product for them.
+    another type than its gradient's sums, one product for them, which a GPU does without.
     """
     chunk = min(LOGITS_AT_ONCE, w.vocab * responses)
     bytes_per_logit = 4 + (2 if w.bytes == 2 else 0.5)

@@ -21,7 +21,11 @@ from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
 from megatron_dcpo.policy.megatron_options import options_of
-from megatron_dcpo.policy.rotary import set_rotary_frequencies, softmax_scale
+from megatron_dcpo.policy.rotary import (
+    has_fused_rotation,
+    set_rotary_frequencies,
+    softmax_scale,
+)
 from megatron_dcpo.runtime.device import (
     capabilities,
     current_device,
@@ -145,6 +149,7 @@ def transformer_config(
         **_model_options(arch),
         **_parallel_options(parallel),
         **_numeric_options(arch, dtype, transformer_engine),
+        **_activation(arch),
         **_recomputation(parallel),
         **_experts(arch, parallel, transformer_engine),
         **options_of(TransformerConfig, parallel.megatron),
@@ -152,7 +157,7 @@ def transformer_config(
     }
     try:
         return TransformerConfig(**options)
-    except (ValueError, AssertionError, TypeError) as error:
+    except (ValueError, AssertionError, TypeError, ImportError) as error:
         raise UserError(
             f"parallel: Megatron refuses these options ({one_line(error, 300)})"
         ) from None
@@ -170,7 +175,6 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": arch.layernorm_epsilon,
         "qk_layernorm": arch.qk_layernorm,
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[arch.activation],
         "add_bias_linear": arch.mlp_bias,
         "add_qkv_bias": arch.qkv_bias,
         "hidden_dropout": 0.0,
@@ -236,16 +240,29 @@ def _numeric_options(
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
         "gradient_accumulation_fusion": not on_cpu and has_fused_accumulation,
-        # Megatron's fused kernel of GELU is an approximation, and of others there is none.
-        "bias_activation_fusion": not on_cpu and arch.activation == "silu",
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": not on_cpu,
-        # Unfused, packed sequences wait for the host four times a layer, but fused, Megatron does
-        # not tell the kernel that their pairs are neighbors.
-        "apply_rope_fusion": transformer_engine and not arch.rotary_interleaved,
+        # unfused, packed sequences wait for the host four times a layer
+        "apply_rope_fusion": transformer_engine and has_fused_rotation(arch),
         "persist_layer_norm": False,
         "deterministic_mode": on_cpu,
     }
+
+
+def _activation(arch: Architecture) -> dict[str, Any]:
+    """Return the activation, on a GPU with Megatron's fused kernel where it has one.
+
+    Megatron chooses the kernel by the function, and that of ``F.gelu`` is the tanh approximation:
+    it is Gemma's activation, and no other GELU's. Experts have none but SiLU's.
+    """
+    function = ACTIVATIONS[arch.activation]
+    fused = False
+    if not capabilities().cpu_initialization:
+        if arch.activation == "silu":
+            fused = True
+        elif arch.activation == "gelu_pytorch_tanh" and not arch.num_experts:
+            function, fused = F.gelu, True
+    return {"activation_func": function, "bias_activation_fusion": fused}
 
 
 def _recomputation(parallel: ParallelConfig) -> dict[str, Any]:

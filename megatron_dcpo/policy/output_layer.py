@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from megatron_dcpo.runtime.device import capabilities, fp32_product
+from megatron_dcpo.runtime.device import add_fp32_product, capabilities, fp32_product
 from megatron_dcpo.types import TokenOutputs
 
 # The logits of a chunk on a GPU. With fewer, the weight's gradient is read and written too often.
@@ -36,7 +36,7 @@ CHUNK_ROWS = 112
 # The elements of a chunk on which a CPU works at a time, so that they stay in its cache. A GPU
 # works on an eighth of the chunk.
 BLOCK_ELEMENTS = 1 << 19
-# The elements of the weight's gradient in one product, if it has another type than the sum.
+# The elements of the weight's gradient in one product, if that is rounded before it is added.
 PRODUCT_ELEMENTS = 1 << 23
 
 PartLoss = Callable[[slice, "TokenOutputs"], Tensor]
@@ -367,12 +367,10 @@ def _to_logit_gradient(
 
 
 def _add(sums: Tensor, product: Tensor) -> None:
-    """Add a product of another type. On a CPU torch makes a copy in the sums' type first, so there
-    it is a part at a time.
+    """Add a product of another type. Torch makes a copy in the sums' type first, so it is added a
+    part at a time.
     """
-    size = len(sums)
-    if not capabilities().separate_memory:
-        size = max(1, BLOCK_ELEMENTS // sums.shape[1])
+    size = max(1, BLOCK_ELEMENTS // sums.shape[1])
     for start in range(0, len(sums), size):
         part = slice(start, start + size)
         sums[part] += product[part]
@@ -423,6 +421,9 @@ class _Gradient:
         sums = self.sums[: len(layer.tokens)]
         if sums.dtype == dz.dtype:
             sums.addmm_(dz.t(), hidden)
+            return
+        if capabilities().fp32_products:
+            add_fp32_product(sums, dz.t(), hidden)
             return
         size = max(1, PRODUCT_ELEMENTS // sums.shape[1])
         for start in range(0, len(sums), size):

@@ -5,6 +5,7 @@ sliding window.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -33,6 +34,18 @@ def set_rotary_frequencies(gpt: Any, arch: Architecture) -> None:  # noqa: ANN40
         arch.rotary_dimensions, arch.sliding_window.rotary_base
     ).to(current_device())
     gpt.rotary_pos_emb = TwoRotaryEmbeddings(gpt.rotary_pos_emb, window_embedding)
+
+
+def has_fused_rotation(arch: Architecture) -> bool:
+    """Return whether Transformer Engine's fused kernel may rotate: where pairs are neighbors
+    (GLM's), Megatron-core tells the kernel for packed sequences so from release 0.17 on.
+    """
+    if not arch.rotary_interleaved:
+        return True
+    from megatron.core.extensions import transformer_engine
+
+    rotate = getattr(transformer_engine, "fused_apply_rotary_pos_emb_thd", None)
+    return rotate is not None and "interleaved" in inspect.signature(rotate).parameters
 
 
 def has_two_rotations(arch: Architecture) -> bool:

@@ -114,6 +114,13 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.T
     return torch.mm(a.float(), b.float(), out=out)
 
 
+def add_fp32_product(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add ``a @ b`` of two bf16 matrices, on a GPU, to ``sums`` in fp32, as it is accumulated: the
+    product is neither rounded nor written.
+    """
+    torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
+
+
 def current_device() -> torch.device:
     """Return the device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
     if has_cuda():

@@ -4,14 +4,18 @@ them is seen.
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import ParallelConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.plan import MODELS
 from megatron_dcpo.policy import model
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.runtime import device
@@ -41,6 +45,32 @@ def test_weight_gradients_are_fused_by_transformer_engine(monkeypatch):
     for engine in (True, False):
         config = model.transformer_config(arch, unfused, torch.bfloat16, transformer_engine=engine)
         assert config.gradient_accumulation_fusion is engine
+
+
+def test_a_kernel_that_is_not_installed_is_one_line():
+    arch = read_architecture(model_of(EXAMPLES / "qwen3_30b_a3b" / "math" / "dcpo.yaml"))
+    fused = ParallelConfig(megatron={"moe_permute_fusion": True})
+    with pytest.raises(UserError, match="fused_permute"):
+        model.transformer_config(arch, fused, torch.bfloat16)
+
+
+def test_on_a_gpu_gemmas_activation_is_megatrons_fused_kernel(monkeypatch):
+    """Megatron takes the kernel where it finds ``F.gelu``; what it computes is the tanh form."""
+    from megatron.core.fusions.fused_bias_geglu import geglu
+
+    arch = read_architecture(MODELS / "google" / "gemma-3-1b-it")
+    on_cpu = model.transformer_config(arch, ParallelConfig(), torch.bfloat16)
+    assert not on_cpu.bias_activation_fusion
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    unfused = ParallelConfig(megatron={"gradient_accumulation_fusion": False})
+    on_gpu = model.transformer_config(arch, unfused, torch.bfloat16)
+    assert on_gpu.bias_activation_fusion
+    assert on_gpu.activation_func is F.gelu
+    both = torch.linspace(-6, 6, 200).view(1, 200)
+    gate, up = both.chunk(2, -1)
+    computed = inspect.unwrap(geglu)(both)
+    torch.testing.assert_close(computed, on_cpu.activation_func(gate) * up)
+    assert (computed - F.gelu(gate) * up).abs().max() > 1e-4
 
 
 def test_logits_in_fp32_on_a_gpu(monkeypatch, tmp_path):

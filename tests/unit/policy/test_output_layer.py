@@ -4,12 +4,15 @@ one pass and in two.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_dcpo.policy import output_layer
 from megatron_dcpo.policy.output_layer import OutputLayer, fused_loss, token_outputs
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import TokenOutputs
 
 VOCABULARY, PADDED, HIDDEN = 11, 16, 5
@@ -180,6 +183,38 @@ def test_torch_takes_the_type_of_the_sum():
     """
     a, b, out = (torch.empty(n, m, dtype=t, device="meta") for n, m, t in SHAPES)
     assert torch.mm(a, b, out_dtype=torch.float32, out=out) is out
+    assert torch.addmm(out, a, b, out_dtype=torch.float32, out=out) is out
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_where_products_are_in_fp32_the_weight_gradient_is_not_rounded(monkeypatch, passes):
+    """The product of a GPU, in fp32 here: what is left is the rounding of its bf16 factors."""
+    hidden, weight = inputs(torch.bfloat16)
+    _, _, (_, exact) = reference(
+        *(x.detach().float().requires_grad_() for x in (hidden, weight)), 1.0, True
+    )
+
+    def gradient():
+        weight.main_grad = torch.zeros(PADDED, HIDDEN)
+        weight.grad_added_to_main_grad = False
+        layer = OutputLayer.of(weight, VOCABULARY)
+        if passes == 1:
+            fused_loss(layer, hidden, TARGETS, loss)[0].backward()
+        else:
+            loss(slice(0, 7), token_outputs(layer, hidden, TARGETS)).backward()
+        return weight.main_grad
+
+    rounded = gradient()
+    monkeypatch.setattr(
+        output_layer, "capabilities", lambda: replace(capabilities(), fp32_products=True)
+    )
+    monkeypatch.setattr(
+        output_layer,
+        "add_fp32_product",
+        lambda sums, a, b: sums.addmm_(a.float(), b.float()),
+    )
+    errors = [(found - exact).norm() for found in (rounded, gradient())]
+    assert errors[1] < errors[0]
 
 
 SHAPES = (4, 8, torch.bfloat16), (8, 6, torch.bfloat16), (4, 6, torch.float32)
