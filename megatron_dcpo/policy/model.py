@@ -41,7 +41,7 @@ from megatron_dcpo.weights.planner import (
     plan,
     sharded_dimensions,
 )
-from megatron_dcpo.weights.read_once import Chunk, load_once
+from megatron_dcpo.weights.read_once import ChunkToFill, load_once
 from megatron_dcpo.weights.table import ROUTER_BIAS, hf_shapes, is_constant
 
 from megatron.core import tensor_parallel  # isort: skip
@@ -361,7 +361,7 @@ def build_policy(
         gpts.append(gpt)
         copies.append(plan(arch, layout, coordinates))
     chunks_to_fill = [
-        Chunk(copies=chunk_copies, tensors=tensors_of(gpt))
+        ChunkToFill(copies=chunk_copies, tensors=tensors_of(gpt))
         for gpt, chunk_copies in zip(gpts, copies, strict=True)
     ]
     load_once(reader, chunks_to_fill, topology)

@@ -22,7 +22,7 @@ from megatron_dcpo.weights.table import is_of_experts
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkToFill:
     """A model chunk of this rank: the copies that fill it, and its tensors by their name."""
 
     copies: tuple[Copy, ...]
@@ -35,7 +35,7 @@ class _Shared:
     the group that reads each of them.
     """
 
-    chunk: Chunk
+    chunk: ChunkToFill
     group: dist.ProcessGroup
     readers: Mapping[str, int]
 
@@ -47,7 +47,7 @@ class _Shared:
 
 
 @torch.no_grad()
-def load_once(reader: HFReader, chunks: Sequence[Chunk], topology: Topology) -> None:
+def load_once(reader: HFReader, chunks: Sequence[ChunkToFill], topology: Topology) -> None:
     """Fill the chunks of all ranks from the checkpoint; of the ranks that hold the same tensors one
     reads each of them. Collective over all ranks.
 
@@ -72,7 +72,7 @@ def load_once(reader: HFReader, chunks: Sequence[Chunk], topology: Topology) -> 
             _broadcast(message, rank, part.group)
 
 
-def _shared(chunk: Chunk, topology: Topology) -> list[_Shared]:
+def _shared(chunk: ChunkToFill, topology: Topology) -> list[_Shared]:
     """Return the chunk's tensors of experts and its others, which different ranks hold alike."""
     experts: dict[str, int] = {}
     others: dict[str, int] = {}
