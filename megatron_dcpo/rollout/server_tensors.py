@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.rollout.engine import EngineError
-from megatron_dcpo.weights.packed import CALL_BYTES, MESSAGE_BYTES, MESSAGES_OF_A_WORKER, cut
+from megatron_dcpo.weights.packed import CALL_BYTES, MESSAGE_BYTES, WORKER_STREAMS, cut
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT
 
@@ -88,7 +88,7 @@ def connection(group: Mapping[str, Any]) -> dict[str, Any]:
         "rank_offset": 1,
         "packed": True,
         "packed_buffer_size_bytes": MESSAGE_BYTES,
-        "packed_num_buffers": MESSAGES_OF_A_WORKER,
+        "packed_num_buffers": WORKER_STREAMS,
     }
 
 

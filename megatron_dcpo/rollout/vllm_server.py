@@ -409,9 +409,8 @@ class _Nccl:
     Rank 0 of the run and the workers of one server are a group. For each call of tensors the server
     is told names, element types and shapes (``/update_weights``), and both enter the broadcasts of
     the messages that hold them. In memory are, besides a bucket, the tensors of a call twice, whole
-    and packed, and those that are not complete yet: one or two. vLLM keeps a second copy of the
-    layer that it is loading, and each worker two messages. ``sent`` counts the messages and their
-    bytes.
+    and packed, and those that are not complete yet: one or two. Each worker keeps the messages of
+    the layer that it is loading. ``sent`` counts the messages and their bytes.
     """
 
     def __init__(self, server: ServerLink) -> None:

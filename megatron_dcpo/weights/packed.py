@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.weights.table import EMBEDDING, hf_shapes, is_constant
 
-# large enough for the wire, small enough that a worker receives one while it loads the one before
+# large enough for the wire, and little beside a worker's weights
 MESSAGE_BYTES = 128 * 2**20
-# how many messages a worker has in memory at once
-MESSAGES_OF_A_WORKER = 2
+# Streams of a worker, which take messages in turns. With two, vLLM 0.32.0 may receive a message
+# into memory from which the other stream still loads a layer that came in several messages.
+WORKER_STREAMS = 1
 # A call ends as a message does. The trainer's rank 0 has its tensors in memory.
 CALL_BYTES = 4 * MESSAGE_BYTES
 _CONSTANT_BYTES = 4  # of a number of the model's constants, which are fp32

@@ -16,7 +16,7 @@ import torch
 
 from megatron_dcpo.rollout import server_tensors
 from megatron_dcpo.rollout.server_tensors import connection, described, in_calls, packed
-from megatron_dcpo.weights.packed import MESSAGES_OF_A_WORKER
+from megatron_dcpo.weights.packed import WORKER_STREAMS
 from tests.helpers.vllm import needs_vllm
 
 pytestmark = needs_vllm
@@ -30,9 +30,12 @@ def consumer(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = importlib.util.spec_from_file_location("packed_tensor_of_vllm", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    stream = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(synchronize=lambda: None, wait_event=lambda event: None)
     monkeypatch.setattr(module, "_get_streams", lambda device, count: (stream,) * count)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     return module
 
@@ -55,7 +58,7 @@ def test_vllm_unpacks_the_bits_that_were_packed(
             src=0,
             post_unpack_func=came.update,
             buffer_size_bytes=told["packed_buffer_size_bytes"],
-            num_buffers=MESSAGES_OF_A_WORKER,
+            num_buffers=WORKER_STREAMS,
             device="cpu",
         )
     assert came.keys() == weights.keys()

@@ -26,7 +26,7 @@ from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime import device, distributed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.hf_checkpoint import HFReader
-from megatron_dcpo.weights.packed import MESSAGES_OF_A_WORKER, broadcasts
+from megatron_dcpo.weights.packed import WORKER_STREAMS, broadcasts
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes, stored_shapes
 from tests.helpers.checkpoints import save_model
@@ -317,7 +317,7 @@ def test_the_workers_are_told_of_the_group_that_the_trainer_opens(server: Server
     packing = {
         "packed": True,
         "packed_buffer_size_bytes": MESSAGE_BYTES,
-        "packed_num_buffers": MESSAGES_OF_A_WORKER,
+        "packed_num_buffers": WORKER_STREAMS,
     }
     assert told == server.opened | {"rank_offset": 1} | packing
     assert (told["master_address"], told["world_size"]) == ("127.0.0.1", 3)
