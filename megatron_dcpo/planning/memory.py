@@ -28,7 +28,7 @@ from megatron_dcpo.weights.adapter_shape import adapter_shape
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan
-from megatron_dcpo.weights.table import hf_shapes, is_constant
+from megatron_dcpo.weights.table import hf_shapes, is_constant, is_of_experts
 
 # in numbers, in the buffers of the distributed optimizer
 PARAMETER_ALIGNMENT = 64
@@ -113,7 +113,7 @@ def stage_state(
         sizes_of_experts = []
         for name, size in parameter_sizes(arch, layout, chunk):
             numel += size
-            if layout.expert_model_parallel_size > 1 and ".experts." in name:
+            if layout.expert_model_parallel_size > 1 and is_of_experts(name):
                 sizes_of_experts.append((size, name in shared))
             else:
                 sizes_of_dense.append((size, name in shared))

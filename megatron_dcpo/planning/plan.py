@@ -31,6 +31,7 @@ from megatron_dcpo.planning.traffic import BytesSent, Work, step_traffic
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.packed import broadcasts
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import most_received
@@ -120,7 +121,9 @@ class Plan:
 
     @property
     def resharding(self) -> int:
-        """Return the bytes that the busiest rank receives when the engine gets new weights."""
+        """Return the bytes that the busiest rank receives, or sends to servers, when the engine
+        gets new weights.
+        """
         return self.load.resharding
 
     @property
@@ -427,14 +430,18 @@ def _saved(layout: Layout, config: Config, state: State, replicas: int) -> int:
 def _resharding(
     arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int
 ) -> int:
-    """Return the bytes that the busiest receiving rank gets in a weight synchronization: the part
-    of its engine without the part that it holds, or the whole model from a server's broadcast.
+    """Return the bytes that the busiest rank has to wait for in a weight synchronization: those
+    that it receives, which is the part of its engine without the part that it holds; or, with
+    servers, those that the trainer's rank 0 sends, the whole model once to the group of each.
     """
     itemsize = dtype_bytes(config.model.params_dtype)
     if engine.kind == "server":
         if not engine.weights:
             return 0
-        return number_of_parameters(arch) * itemsize
+        groups = 1
+        if config.rollout.weight_transfer == "nccl":
+            groups = max(1, len(config.rollout.endpoint))
+        return groups * broadcasts(arch, itemsize).nbytes
     replicas = replicas * layout.tensor_model_parallel_size // layout.width
     return most_received(
         arch=arch,

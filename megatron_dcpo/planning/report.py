@@ -27,6 +27,7 @@ from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.weights.adapter_shape import adapter_shape
 from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.packed import broadcasts
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
@@ -285,7 +286,7 @@ def _traffic(plan: Plan) -> Table:
         (experts, traffic.expert_parallel, seconds.expert_parallel),
         (f"data parallel ({gradients})", traffic.data_parallel, seconds.data_parallel),
         ("pipeline (point to point)", traffic.pipeline, seconds.pipeline),
-        ("weights into the engine (received)", plan.resharding, seconds.resharding),
+        ("weights into the engine", plan.resharding, seconds.resharding),
         ("changing between training and generation", 0, seconds.changeover),
     ]
     for name, nbytes, value in rows:
@@ -365,6 +366,9 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
         itemsize=dtype_bytes(config.model.params_dtype),
         merged=merged,
     )
+    to_each_server = None
+    if config.rollout.weight_transfer == "nccl":
+        to_each_server = asdict(broadcasts(arch, plan.itemsize))
     ranks = []
     for rank, received in enumerate(plan.received):
         ranks.append(
@@ -385,6 +389,7 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
         "bucket_bytes": plan.bucket_bytes,
         "peak_bytes": plan.peak_bytes,
         "checksum": plan.checksum,
+        "to_each_server": to_each_server,
         "ranks": ranks,
     }
 
@@ -399,8 +404,14 @@ def reshard_lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['buckets']} buckets of at most {_size(facts['bucket_bytes'])}, "
         f"{facts['messages']} messages, peak extra memory {_size(facts['peak_bytes'])}, plan "
         f"{facts['checksum']}",
-        f"{'rank of replica':>15} {'received':>12} {'least':>12} {'if whole tensors':>17}",
     ]
+    sent = facts["to_each_server"]
+    if sent:
+        lines.append(
+            f"to each server: {_size(sent['nbytes'])} in {sent['messages']} broadcasts, the "
+            f"largest of {_size(sent['largest'])}, told in {sent['calls']} requests"
+        )
+    lines.append(f"{'rank of replica':>15} {'received':>12} {'least':>12} {'if whole tensors':>17}")
     for row in facts["ranks"]:
         received = _size(row["received"])
         least = _size(row["least"])

@@ -35,7 +35,7 @@ from megatron_dcpo.runtime.device import (
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_for_apex
-from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
+from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import (
@@ -45,6 +45,7 @@ from megatron_dcpo.weights.planner import (
     plan,
     sharded_dimensions,
 )
+from megatron_dcpo.weights.read_once import ChunkToFill, load_once
 from megatron_dcpo.weights.table import ROUTER_BIAS, hf_shapes, is_constant
 
 from megatron.core import tensor_parallel  # isort: skip
@@ -344,7 +345,7 @@ def build_policy(
     model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True
 ) -> Policy:
     """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP
-    when ``training`` and frozen otherwise.
+    when ``training`` and frozen otherwise. Collective over all ranks.
 
     Raises :class:`UserError` if the checkpoint is missing or broken, or if the layout does not
     divide the model.
@@ -374,10 +375,13 @@ def build_policy(
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         coordinates = layout.at(topology.part, topology.pp_rank, virtual)
         gpt = _build_chunk(arch, layout, config, coordinates)
-        chunk_copies = plan(arch, layout, coordinates)
-        load_into(reader, chunk_copies, tensors_of(gpt))
         gpts.append(gpt)
-        copies.append(chunk_copies)
+        copies.append(plan(arch, layout, coordinates))
+    chunks_to_fill = [
+        ChunkToFill(copies=chunk_copies, tensors=tensors_of(gpt))
+        for gpt, chunk_copies in zip(gpts, copies, strict=True)
+    ]
+    load_once(reader, chunks_to_fill, topology)
     if training:
         chunks = [
             _wrap_for_training(gpt, config, parallel, is_first=index == 0)
@@ -518,6 +522,4 @@ def _wrap_for_training(
         **options_of(DistributedDataParallelConfig, parallel.megatron),
     )
     config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
-    ddp.broadcast_params()
-    return ddp
+    return DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)

@@ -15,10 +15,10 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_dcpo.architectures.config_json import read_architecture
@@ -41,9 +40,16 @@ from megatron_dcpo.rollout.engine import (
     request_seed,
 )
 from megatron_dcpo.rollout.server_link import RETURN_SECONDS, ServerLink
+from megatron_dcpo.rollout.server_tensors import (
+    connection,
+    described,
+    in_calls,
+    packed,
+    whole_tensors,
+)
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.runtime import distributed
-from megatron_dcpo.runtime.device import capabilities, synchronize
+from megatron_dcpo.runtime.device import capabilities, own_stream, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -191,22 +197,36 @@ class ServerEngine(Engine):
         self.weights_version = version
 
     def _over_nccl(self, buckets: Iterable[Sequence[WeightSlice]]) -> None:
-        """Broadcast every tensor to the workers of one server after the other. Raises
-        :class:`EngineError`; all groups are then given up, and the next update makes others.
+        """Broadcast every tensor to the workers of all servers, of each in a group of its own, at
+        the same time. Raises :class:`EngineError`; all groups are then given up, and the next
+        update makes others.
         """
         shapes = hf_shapes(self.arch)
         try:
             for link in self.links:
                 link.begin()
-            for tensors in whole_tensors(buckets, shapes, self.arch.tied_embeddings):
-                for link in self.links:
-                    link.send(tensors)
-            for link in self.links:
-                link.finish()
+            tensors = whole_tensors(buckets, shapes, self.arch.tied_embeddings)
+            for call in in_calls(tensors):
+                messages = packed(call)
+                synchronize()  # the messages are packed before other threads send them
+                send = partial(_Nccl.send, told=described(call), messages=messages)
+                self._at_every_server(send)
+                call.clear()  # their memory is free before the next ones come
+                messages.clear()
+            self._at_every_server(_Nccl.finish)
         except EngineError:
             for link in self.links:
                 link.give_up()
             raise
+
+    def _at_every_server(self, act: Callable[[_Nccl], None]) -> None:
+        """Have ``act`` done for all servers at the same time. When it fails for one, the others are
+        waited for before the error is raised, so that none is left in a broadcast.
+        """
+        with ThreadPoolExecutor(len(self.links)) as pool:
+            pending = [pool.submit(act, link) for link in self.links]
+        for done in pending:
+            done.result()
 
     def _through_files(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Write the weights once, and have every server read them, all at the same time."""
@@ -370,14 +390,27 @@ def _next(done: queue.SimpleQueue[Future[Response]]) -> Future[Response]:
             return done.get(timeout=_LOOK_SECONDS)
 
 
+@dataclass
+class Sent:
+    """What was broadcast to one server."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.messages += 1
+        self.nbytes += nbytes
+
+
 class _Nccl:
     """vLLM's dense NCCL backend (``vllm serve --weight-transfer-config '{"backend": "nccl"}'``),
     its trainer's side.
 
-    Rank 0 of the run and the workers of one server are a group. A tensor is put together from its
-    slices, the server is told its name, element type and shape (``/update_weights``), and both
-    enter its broadcast. Besides a bucket, the tensors that are not complete yet are in memory: one
-    or two. vLLM keeps a second copy of the layer that it is loading.
+    Rank 0 of the run and the workers of one server are a group. For each call of tensors the server
+    is told names, element types and shapes (``/update_weights``), and both enter the broadcasts of
+    the messages that hold them. In memory are, besides a bucket, the tensors of a call twice, whole
+    and packed, and those that are not complete yet: one or two. Each worker keeps the messages of
+    the layer that it is loading. ``sent`` counts the messages and their bytes.
     """
 
     def __init__(self, server: ServerLink) -> None:
@@ -392,6 +425,7 @@ class _Nccl:
             )
         self.server = server
         self.group: Any = None
+        self.sent = Sent()
 
     def begin(self) -> None:
         """Open the group, if it is not, and tell the server that tensors come."""
@@ -399,17 +433,17 @@ class _Nccl:
             self.group = self._connected()
         self.server.call("/start_weight_update", {})
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors. They may be overwritten when it returns."""
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(
-                self.server.call, "/update_weights", {"update_info": described(tensors)}
-            )
+    def send(self, told: Mapping[str, Any], messages: Sequence[Tensor]) -> None:
+        """Send the tensors that ``told`` describes, which ``messages`` hold. They may be
+        overwritten when it returns.
+        """
+        with ThreadPoolExecutor(1) as pool, own_stream():
+            pending = pool.submit(self.server.call, "/update_weights", {"update_info": told})
             self._check(pending)
-            for tensor in tensors.values():
-                self.group.broadcast(tensor, src=0)
+            for message in messages:
+                self.group.broadcast(message, src=0)
+                self.sent.add(message.nbytes)
             pending.result()
-        synchronize()
 
     def finish(self) -> None:
         """Tell the server that it has all tensors."""
@@ -445,54 +479,6 @@ class _Nccl:
         """Raise if the server refused: a rank that enters a collective alone waits for ever."""
         if wait([pending], _REFUSED_SECONDS if self.group is None else 0.0).done:
             pending.result()
-
-
-def whole_tensors(
-    buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors that each bucket completes, by name; those that no slice completed are
-    missing at the end: :class:`EngineError`. A tied output layer is sent as a tensor too: vLLM may
-    keep a copy of it.
-    """
-    begun: dict[str, tuple[Tensor, int]] = {}
-    left = set(shapes)
-    for bucket in buckets:
-        done: dict[str, Tensor] = {}
-        for piece in bucket:
-            tensor, filled = begun.pop(piece.name, (None, 0))
-            if tensor is None:
-                tensor = torch.empty(
-                    tuple(shapes[piece.name]), dtype=piece.values.dtype, device=piece.values.device
-                )
-            piece.write_into(tensor)
-            filled += piece.values.numel()
-            if filled < tensor.numel():
-                begun[piece.name] = tensor, filled
-                continue
-            left.remove(piece.name)
-            done |= {piece.name: tensor} | (
-                {OUTPUT: tensor} if tied and piece.name == EMBEDDING else {}
-            )
-        if done:
-            yield done
-    if left:
-        raise EngineError(f"{len(left)} tensors did not come completely, {min(left)} among them")
-
-
-def connection(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the server's workers are told of the group that rank 0 opens; a tensor is a
-    broadcast of its own.
-    """
-    return {**group, "rank_offset": 1, "packed": False}
-
-
-def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return what the server is told of the tensors whose broadcasts follow, in their order."""
-    return {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-    }
 
 
 def _address_towards(url: str) -> str:

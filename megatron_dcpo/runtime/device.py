@@ -156,6 +156,21 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+@contextlib.contextmanager
+def own_stream() -> Iterator[None]:
+    """Have what a thread puts on the device inside the block run beside what other threads put
+    there. Waits for it at the end of the block, unless the block raises. Does nothing on the CPU.
+    """
+    if not has_cuda():
+        yield
+        return
+    torch.cuda.set_device(current_device())  # a thread begins with the first one
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ``numel`` numbers in the host's memory, from and to which the device copies at full
     speed.

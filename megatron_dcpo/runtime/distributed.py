@@ -92,6 +92,11 @@ class Topology:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
+    def expert_replica_group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold the same part of the same experts."""
+        return parallel_state.get_expert_data_parallel_group()
+
+    @property
     def model_group(self) -> dist.ProcessGroup:
         if self.width > self.tp_size:
             return parallel_state.get_expert_tensor_model_pipeline_parallel_group()

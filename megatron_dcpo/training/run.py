@@ -145,7 +145,10 @@ def build(config: Config) -> Iterator[Run]:
         optimizer=optimizer,
         engine=engine,
         plan=plan_for(
-            optimizer.exported, engine.tensor_model_parallel_size, config.rollout.bucket_bytes
+            policy=optimizer.exported,
+            engine_tensor_model_parallel_size=engine.tensor_model_parallel_size,
+            bucket_bytes=config.rollout.bucket_bytes,
+            names=tensors_to_hand_over(config, topology),
         ),
         topology=topology,
     )
@@ -290,6 +293,15 @@ def build_optimizer(config: RunConfig, policy: Policy) -> Optimizer:
     optimizer = AdapterOptimizer(adapter, config)
     ledger.put("adapter", optimizer.nbytes)
     return optimizer
+
+
+def tensors_to_hand_over(config: Config, topology: Topology) -> tuple[str, ...] | None:
+    """Return the tensors that the ranks of this replica put together for their engines: all, which
+    is None, or none of them where servers get theirs from rank 0, which is in another replica.
+    """
+    if config.rollout.engine == "server" and topology.replica != 0:
+        return ()
+    return None
 
 
 def build_reference(config: Config, optimizer: Optimizer) -> Reference:

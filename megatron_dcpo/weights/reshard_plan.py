@@ -222,8 +222,8 @@ def reshard_plan(
         engine_tensor_model_parallel_size=engine_tp,
         buckets=tuple(buckets),
         received=tuple(received),
-        least=_least(arch, held_ops, slices, itemsize),
-        least_whole=_least(arch, held_ops, whole, itemsize),
+        least=_least(arch, held_ops, slices, len(ranks), itemsize),
+        least_whole=_least(arch, held_ops, whole, len(ranks), itemsize),
         assembled=itemsize * assembled,
         message=itemsize * max((message.numel for message in messages), default=0),
         constants=tuple(name for name in constants if only is None or name in only),
@@ -266,7 +266,7 @@ def most_received(
     most = 0
     for engine_ranks in placements:
         slices = _engine_slices(arch, held_ops, engine_tp, engine_ranks)
-        most = max(most, *_least(arch, held_ops, slices, itemsize))
+        most = max(most, *_least(arch, held_ops, slices, len(engine_ranks), itemsize))
     return most
 
 
@@ -360,9 +360,10 @@ def _per_index(arch: Architecture, name: str, dim: int) -> int:
     return math.prod(shape) // shape[dim]
 
 
-def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
+def _least(
+    arch: Architecture, held_ops: _Held, slices: _Slices, ranks: int, itemsize: int
+) -> tuple[int, ...]:
     """Return the bytes of each rank's slices that it does not hold."""
-    ranks = len(next(iter(slices.values()), ()))
     least = [0] * ranks
     for name, ops in held_ops.items():
         for op in ops:

@@ -170,6 +170,13 @@ def transformer_engine_row(arch: Architecture, layer: int, row: Row) -> Row:
     return replace(row, megatron=row.megatron.removesuffix(name) + names.get(name, name))
 
 
+def is_of_experts(megatron: str) -> bool:
+    """Return whether a Megatron parameter is of experts, which the expert-parallel ranks divide. A
+    shared expert is none of them.
+    """
+    return ".experts." in megatron
+
+
 def experts_of(arch: Architecture, row: Row) -> range:
     """Return the experts that have such a row; a single 0 if it is not an expert's row."""
     if row.is_expert:

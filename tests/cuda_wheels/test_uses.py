@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dcpo.rollout.vllm_server import connection, described
+from megatron_dcpo.rollout.server_tensors import connection, described
+from megatron_dcpo.weights.packed import MESSAGE_BYTES
 from tests.cuda_wheels.needs import in_cuda_wheels
 from tests.cuda_wheels.uses import PACKAGE, TYPES, files, uses
 from tests.helpers.paths import REPOSITORY
@@ -49,7 +50,8 @@ def test_vllms_nccl_backend_takes_what_the_server_is_told() -> None:
     )
 
     group = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
-    assert NCCLWeightTransferInitInfo(**connection(group)).packed is False
+    told = NCCLWeightTransferInitInfo(**connection(group))
+    assert (told.packed, told.packed_buffer_size_bytes) == (True, MESSAGE_BYTES)
     made = NCCLWeightTransferUpdateInfo(**described({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}))
     assert (made.names, made.dtype_names, made.shapes) == (["w"], ["bfloat16"], [[2, 3]])
 

@@ -351,6 +351,11 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     assert seconds["resharding"] == pytest.approx(both["resharding_bytes"] / 50e9), (
         "to another node"
     )
+    servers = 'rollout.endpoint=["http://a:8000/v1", "http://b:8000/v1"]'
+    two = run("--engine-gpus", "8", servers)
+    assert two["resharding_bytes"] == 2 * both["resharding_bytes"], "to the group of each server"
+    files = run("--engine-gpus", "8", servers, "rollout.weight_transfer=files")
+    assert files["resharding_bytes"] == both["resharding_bytes"], "all read the same directory"
     half = run("--engine-gpus", "4")["step_seconds"]["rollout"]
     assert 1.5 * seconds["rollout"] < half < 2.5 * seconds["rollout"]
     assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "8"]) == 0

@@ -6,7 +6,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import advice, make_plan
-from megatron_dcpo.planning.report import reshard_facts
+from megatron_dcpo.planning.report import reshard_facts, reshard_lines
 from tests.helpers.paths import EXAMPLES
 from tests.helpers.shipped import FAMILIES, MODELS, SHIPPED, model_of
 
@@ -33,6 +33,20 @@ def test_fits_gpus_of_80_gb(path):
         assert plan.fits, f"{plan.peak / 1e9:.1f} GB on {gpus} GPUs"
         assert max(stage.total for stage in plan.stages) <= 75e9
         assert plan.saving_bytes <= plan.largest.total, "a save never needs more than an update"
+
+
+def test_the_messages_to_a_server_are_counted():
+    path, model = (EXAMPLES / "qwen3_8b" / "math" / "dcpo_async.yaml", MODELS / "Qwen/Qwen3-8B")
+
+    def planned(*options):
+        return reshard_facts(load_config(path, [f"model.path={model}", *options]), 8)
+
+    facts = planned()
+    assert facts["to_each_server"]["messages"] == 74
+    assert "74 broadcasts" in "\n".join(reshard_lines(facts))
+    by_files = planned("rollout.weight_transfer=files")
+    assert by_files["to_each_server"] is None
+    assert "broadcasts" not in "\n".join(reshard_lines(by_files))
 
 
 def test_the_large_ones_are_all_here():

@@ -5,6 +5,7 @@ group are stand-ins.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,19 +19,23 @@ from safetensors.torch import load_file
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import vllm_server
+from megatron_dcpo.rollout import server_tensors, vllm_server
 from megatron_dcpo.rollout.engine import EngineError
-from megatron_dcpo.rollout.vllm_server import ServerEngine, connection
+from megatron_dcpo.rollout.server_tensors import connection, described, in_calls, packed
+from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime import device, distributed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.hf_checkpoint import HFReader
+from megatron_dcpo.weights.packed import WORKER_STREAMS, broadcasts
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes, stored_shapes
 from tests.helpers.checkpoints import save_model
+from tests.helpers.packed import unpacked
 from tests.helpers.paths import QUICKSTART
 
 POLICY = QUICKSTART / "policy"
 ARCH = read_architecture(POLICY)
+MESSAGE_BYTES, CALL_BYTES = 10_000, 40_000  # several of each for this policy
 
 
 @dataclass
@@ -73,13 +78,15 @@ class Server:
         return self.groups[-1]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        told = [body["update_info"] for path, body in self.asked if path == "/update_weights"]
-        names = [name for info in told for name in info["names"]]
-        shapes = [tuple(shape) for info in told for shape in info["shapes"]]
-        dtypes = [dtype for info in told for dtype in info["dtype_names"]]
-        assert [tuple(t.shape) for t in self.arrived] == shapes
-        assert [str(t.dtype) for t in self.arrived] == [f"torch.{name}" for name in dtypes]
-        return dict(zip(names, self.arrived, strict=True))
+        calls = [body["update_info"] for path, body in self.asked if path == "/update_weights"]
+        messages = iter(self.arrived)
+        tensors: dict[str, torch.Tensor] = {}
+        for told in calls:
+            came = unpacked(told, MESSAGE_BYTES, receive=lambda nbytes: next(messages))
+            assert not came.keys() & tensors.keys()
+            tensors |= came
+        assert not list(messages)
+        return tensors
 
 
 @pytest.fixture
@@ -96,6 +103,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
         JsonClient, "call", lambda self, path, body=None, **_: made.call(path, body)
     )
     monkeypatch.setattr(vllm_server, "_REFUSED_SECONDS", 0.1)
+    monkeypatch.setattr(server_tensors, "MESSAGE_BYTES", MESSAGE_BYTES)
+    monkeypatch.setattr(server_tensors, "CALL_BYTES", CALL_BYTES)
     monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
     monkeypatch.setattr(distributed, "barrier", lambda: None)
     monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
@@ -186,6 +195,45 @@ def test_every_server_gets_the_tensors_in_a_group_of_its_own(
         assert one.asked[-1] == ("/update_weight_version", {"new_version": "1"})
 
 
+def test_the_servers_load_at_the_same_time(
+    server: Server, second: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answers a call of tensors when the other one has been told as well."""
+    both = threading.Barrier(2, timeout=20)
+
+    def answer(self: Server, path: str, body: Any = None, **_: Any) -> Any:
+        if path == "/update_weights":
+            both.wait()
+        return call(self, path, body)
+
+    call = Server.call
+    monkeypatch.setattr(Server, "call", answer)
+    engine = ServerEngine([FIRST, SECOND], POLICY, None)
+    engine.update_weights(cut(random_weights(), 2, 7), 1)
+    assert engine.weights_version == 1
+
+
+def test_messages_are_few_and_counted(server: Server) -> None:
+    engine = ServerEngine([FIRST], POLICY, None)
+    engine.update_weights(cut(random_weights(), 1, 3), 1)
+    planned = broadcasts(ARCH, itemsize=2, message_bytes=MESSAGE_BYTES, call_bytes=CALL_BYTES)
+    (link,) = engine.links
+    assert (link.sent.messages, link.sent.nbytes) == (planned.messages, planned.nbytes)
+    assert [path for path, _ in server.asked].count("/update_weights") == planned.calls
+    assert planned.calls < planned.messages < len(server.weights())
+    assert planned.largest == max(message.numel() for message in server.arrived)
+
+
+def test_every_tensor_begins_where_its_type_can_be_read() -> None:
+    """A constant in fp32 behind an odd number of bf16 numbers: views of bytes must be aligned."""
+    tensors = {"a": torch.randn(3).bfloat16(), "b": torch.randn(5), "c": torch.randn(7).bfloat16()}
+    (call,) = in_calls(tensors.items())
+    messages = iter(packed(call))
+    came = unpacked(described(call), MESSAGE_BYTES, receive=lambda nbytes: next(messages))
+    assert came.keys() == tensors.keys()
+    assert all(torch.equal(came[name], tensor) for name, tensor in tensors.items())
+
+
 def test_a_server_that_fails_costs_the_others_their_group_and_no_update(
     server: Server, second: Server
 ) -> None:
@@ -196,6 +244,8 @@ def test_a_server_that_fails_costs_the_others_their_group_and_no_update(
     for one in (server, second):
         assert [group.destroyed for group in one.groups] == [True]
         assert one.asked[-1][0] == "/finish_weight_update", "no update is left open"
+    assert server.weights(), "what it was told of came completely"
+    for one in (server, second):
         one.asked.clear()
         one.arrived.clear()
     second.refuse = ""
@@ -264,7 +314,12 @@ def test_the_workers_are_told_of_the_group_that_the_trainer_opens(server: Server
     told = next(
         body["init_info"] for path, body in server.asked if path == "/init_weight_transfer_engine"
     )
-    assert told == server.opened | {"rank_offset": 1, "packed": False}
+    packing = {
+        "packed": True,
+        "packed_buffer_size_bytes": MESSAGE_BYTES,
+        "packed_num_buffers": WORKER_STREAMS,
+    }
+    assert told == server.opened | {"rank_offset": 1} | packing
     assert (told["master_address"], told["world_size"]) == ("127.0.0.1", 3)
 
 

@@ -14,6 +14,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.training import weight_sync as module
 from megatron_dcpo.training.loop import MAX_RESTARTS, push_weights
+from megatron_dcpo.training.run import tensors_to_hand_over
 from megatron_dcpo.training.weight_sync import WeightSync
 from tests.helpers.samplers import one_rank
 
@@ -116,3 +117,13 @@ def test_weights_that_are_not_finite_are_not_handed_over() -> None:
     with pytest.raises(UserError, match=r"decoder\.weight"):
         sync_of(engine, broken=("decoder.weight",)).push(version=4)
     assert engine.version is None
+
+
+def test_servers_take_their_weights_from_the_first_replica_alone() -> None:
+    def handed_over(engine: str, replica: int) -> Any:
+        config: Any = SimpleNamespace(rollout=SimpleNamespace(engine=engine))
+        topology: Any = SimpleNamespace(replica=replica)
+        return tensors_to_hand_over(config, topology)
+
+    assert [handed_over("server", replica) for replica in (0, 1, 2)] == [None, (), ()]
+    assert [handed_over("vllm", replica) for replica in (0, 1)] == [None, None]

@@ -233,3 +233,11 @@ def test_engine_sizes_that_do_not_fit(tp, what):
     check_engine_size(architecture("qwen3_moe"), 4)
     with pytest.raises(UserError, match="=8 is more than the model's 4 experts"):
         check_engine_size(architecture("qwen3_moe"), 8)
+
+
+def test_a_replica_that_hands_nothing_over_moves_nothing():
+    """With servers only the replica of rank 0 takes part."""
+    made = reshard_plan(architecture(), UNEVEN, EngineRanks(replicas=2, replica=1), only=())
+    assert made.buckets == made.constants == ()
+    assert made.received == made.least == (0, 0, 0, 0)
+    assert made.peak_bytes == 0

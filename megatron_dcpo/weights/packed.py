@@ -1,0 +1,99 @@
+"""How tensors become a few large messages, as the workers of a vLLM server take them apart again.
+Pure: no tensors.
+
+A server is told of the tensors that come in calls, of each its name, type and shape. A message of
+the call is the bytes of whole tensors, one behind the other, in the order of the call. It ends with
+the tensor by which it has more than ``MESSAGE_BYTES``, or with the last one of the call; a larger
+tensor is not cut. The workers find the ends by the same rule, and nothing else is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dcpo.architectures.config_json import Architecture
+from megatron_dcpo.weights.table import EMBEDDING, hf_shapes, is_constant
+
+# large enough for the wire, and little beside a worker's weights
+MESSAGE_BYTES = 128 * 2**20
+# Streams of a worker, which take messages in turns. With two, vLLM 0.32.0 may receive a message
+# into memory from which the other stream still loads a layer that came in several messages.
+WORKER_STREAMS = 1
+# A call ends as a message does. The trainer's rank 0 has its tensors in memory.
+CALL_BYTES = 4 * MESSAGE_BYTES
+_CONSTANT_BYTES = 4  # of a number of the model's constants, which are fp32
+
+
+def cut(sizes: Sequence[int], limit: int) -> list[int]:
+    """Return how many of the consecutive tensors of ``sizes`` bytes are together, where each group
+    ends with the tensor by which it has more than ``limit`` bytes, or with the last one.
+    """
+    counts = []
+    count = nbytes = 0
+    for size in sizes:
+        count += 1
+        nbytes += size
+        if nbytes > limit:
+            counts.append(count)
+            count = nbytes = 0
+    if count:
+        counts.append(count)
+    return counts
+
+
+@dataclass(frozen=True)
+class Broadcasts:
+    """What an update sends to the workers of one server.
+
+    calls: the requests that tell the server which tensors come.
+    messages: the broadcasts.
+    nbytes: the bytes of all messages.
+    largest: the bytes of the largest message.
+    """
+
+    calls: int
+    messages: int
+    nbytes: int
+    largest: int
+
+
+def broadcasts(
+    arch: Architecture,
+    itemsize: int,
+    message_bytes: int = MESSAGE_BYTES,
+    call_bytes: int = CALL_BYTES,
+) -> Broadcasts:
+    """Return what an update of ``arch`` in numbers of ``itemsize`` bytes sends to one server, if
+    its tensors are complete in the order of the model. With ``message_bytes`` 0 every tensor is a
+    message of its own.
+    """
+    sizes = _sizes(arch, itemsize)
+    messages = []
+    calls = 0
+    for tensors in cut(sizes, call_bytes):
+        calls += 1
+        of_call, sizes = sizes[:tensors], sizes[tensors:]
+        for count in cut(of_call, message_bytes):
+            messages.append(sum(of_call[:count]))
+            of_call = of_call[count:]
+    return Broadcasts(
+        calls=calls, messages=len(messages), nbytes=sum(messages), largest=max(messages)
+    )
+
+
+def _sizes(arch: Architecture, itemsize: int) -> list[int]:
+    """Return the bytes of all tensors: the constants come last, and a tied output layer is sent
+    behind the embedding.
+    """
+    sizes = []
+    constants = []
+    for name, shape in hf_shapes(arch).items():
+        if is_constant(name):
+            constants.append(_CONSTANT_BYTES * math.prod(shape))
+            continue
+        sizes.append(itemsize * math.prod(shape))
+        if arch.tied_embeddings and name == EMBEDDING:
+            sizes.append(sizes[-1])
+    return sizes + constants
