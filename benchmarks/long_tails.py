@@ -146,11 +146,13 @@ def _train(name: str, scratch: Path, model: str) -> None:
     lengths = json.loads((scratch / "lengths.json").read_text())
 
     class Forced(transformers_engine._Batch):
-        def __init__(self, samples: Any, **rest: Any) -> None:
-            super().__init__(samples=samples, **rest)
-            self.due = torch.tensor(
-                [random.Random(f"{p.prompt_id}/{i}").choice(lengths) for p, i in samples]
-            )
+        def __init__(self, rows: int, **rest: Any) -> None:
+            super().__init__(rows=rows, **rest)
+            self.due = torch.zeros(rows, dtype=torch.int64)
+
+        def place(self, row: int, prompt: Any, index: int, *more: Any, **rest: Any) -> None:
+            super().place(row, prompt, index, *more, **rest)
+            self.due[row] = random.Random(f"{prompt.prompt_id}/{index}").choice(lengths)
 
         def record(self, rows: Any, token: Any, logprob: Any, ends: Any) -> Any:
             return super().record(rows, token, logprob, self.count[rows] + 1 >= self.due[rows])

@@ -1,0 +1,200 @@
+"""A model that learns to state in its text what can be fitted on its own answers: ``make say``.
+
+    python examples/say/run.py [--model DIR] [--fit FILE] [--test FILE] [--out runs/say]
+        [--sampling OPTIONS] [--adapter OPTIONS] [--say OPTIONS]
+
+The model answers the problems of --fit and of --test. On the first answers a confidence is fitted
+in two steps. An adapter learns it behind the tag, taught by a logistic regression on log-prob,
+length, kind and the model's own states. Then the model learns to write its own answers again, each
+with the mean of the adapter's numbers. It answers --test once more, and what is printed says
+whether it was worth it: the Brier scores of what it stated before and states now, of a lookup of
+the kinds of problem and of the bar, and the accuracy before and after. docs/say.md has more. What
+is in --out is kept.
+
+--sampling are options of dcpo evaluate, --adapter and --say of dcpo sft. The defaults are for the
+quickstart's policy, five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
+DCPO = (sys.executable, "-m", "megatron_dcpo")
+SAMPLING = "--template raw --temperature 1.0 --top-p 1.0 --top-k 0 --max-tokens 32 --batch-size 512"
+ADAPTER = (
+    "model.adapter.rank=16 model.params_dtype=fp32 optimizer.lr=1e-3 training.epochs=6 "
+    "data.examples_per_step=128 training.micro_batch_size=256 logging.to=[]"
+)
+SAY = (
+    "model.params_dtype=fp32 data.template=raw data.max_length=64 optimizer.lr=3e-4 "
+    "training.epochs=3 data.examples_per_step=128 training.micro_batch_size=128 logging.to=[]"
+)
+WEIGHT = 3.0  # of the number's tokens in the loss, where those of the answer have 1
+NUMBER = re.compile(r"[0-9.]+(?=\s*\Z)")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to the test problems, of the model before or after: where they are scored, the kind
+    of confidence, and how it is called.
+    """
+
+    directory: Path
+    kind: str
+    name: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(QUICKSTART / "policy"))
+    parser.add_argument("--fit", default=str(QUICKSTART / "data" / "train.jsonl"))
+    parser.add_argument("--test", default=str(QUICKSTART / "data" / "heldout.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("runs/say"))
+    parser.add_argument("--sampling", default=SAMPLING)
+    parser.add_argument("--adapter", default=ADAPTER)
+    parser.add_argument("--say", default=SAY)
+    args = parser.parse_args(argv)
+    out = args.out
+    model = ["--model", args.model]
+    sampling = args.sampling.split()
+    for name, problems in (("fit", args.fit), ("before", args.test)):
+        evaluate(out / name, [*model, *sampling, *asked(problems), "--keep", "states"])
+    samples = out / "fit" / "samples.jsonl"
+    calibrate(out / "bar.npz", ["--samples", samples, "--held-out", 0, "--features", "task"])
+    learn_behind_the_tag(out, model, samples, args.adapter.split())
+    learn_to_say_it(out, args.model, args.say.split())
+    before = out / "before" / "samples.jsonl"
+    evaluate(out / "bar", ["--samples", before, "--calibrator", out / "bar.npz"])
+    evaluate(out / "read", ["--samples", out / "read_before.jsonl", "--confidence", "posthoc"])
+    evaluate(out / "after", ["--model", out / "said" / "policy", *sampling, *asked(args.test)])
+    show(
+        Answers(out / "before", "verbal", "stated before"),
+        Answers(out / "after", "verbal", "stated after"),
+        Answers(out / "after", "lookup", "lookup of kinds, after"),
+        Answers(out / "read", "posthoc", "adapter's mean, before"),
+        Answers(out / "bar", "posthoc", "the bar, before"),
+    )
+    return 0
+
+
+def learn_behind_the_tag(
+    out: Path, model: Sequence[str], samples: Path, options: Sequence[str]
+) -> None:
+    """Fit the adapter, and read it behind the answers to fit and to test."""
+    taught = out / "taught"
+    calibrate(
+        taught,
+        [
+            *("--kind", "adapter", "--target", "text", "--teacher", "stack", *model),
+            *("--samples", samples, "--held-out", 0, *options),
+        ],
+        result=taught / "confidence.json",
+    )
+    dtype = [option for option in options if option.startswith("model.params_dtype=")]
+    for name in ("fit", "before"):
+        answers = out / name / "samples.jsonl"
+        calibrate(out / f"read_{name}.jsonl", ["--apply", taught, "--samples", answers, *dtype])
+
+
+def learn_to_say_it(out: Path, model: str, options: Sequence[str]) -> None:
+    """Train the model on its own answers to fit, each with the adapter's number for its own."""
+    if (out / "said" / "policy").is_dir():
+        return
+    rows = out / "own_answers.jsonl"
+    count = write_rows(out / "read_fit.jsonl", rows)
+    print(f"{count} answers of the model's own with the adapter's numbers: {rows}")
+    config = QUICKSTART / "sft.yaml"
+    own = [f"run_dir={out / 'said'}", f"model.path={model}", f"data.path={rows}"]
+    run("sft", "--config", config, *own, *options, "training.resume=auto")
+
+
+def write_rows(answers: Path, rows: Path) -> int:
+    """Write a demonstration for each answer that states a number and has one of the adapter's;
+    return how many these are.
+    """
+    lines = []
+    for line in answers.read_text().splitlines():
+        answer = json.loads(line)
+        confidence = answer.get("posthoc_confidence")
+        number = NUMBER.search(answer["text"])
+        if answer["status"] != "ok" or confidence is None or number is None:
+            continue
+        start = number.start()
+        response = f"{answer['text'][:start]}{confidence:.2f}"
+        span = {"start": start, "end": len(response), "weight": WEIGHT}
+        row = {"prompt": answer["problem"], "response": response, "spans": [span]}
+        lines.append(json.dumps(row) + "\n")
+    rows.write_text("".join(lines))
+    return len(lines)
+
+
+def asked(problems: str) -> list[str]:
+    """Return the options that have every problem of a file answered twice."""
+    return ["--benchmarks", f"problems={problems}", "--repeats", "2"]
+
+
+def evaluate(out: Path, options: Sequence[object]) -> None:
+    """Run ``dcpo evaluate``, unless it has been run."""
+    if not (out / "evaluation.json").is_file():
+        run("evaluate", "--out", out, *options)
+
+
+def calibrate(out: Path, options: Sequence[object], result: Path | None = None) -> None:
+    """Run ``dcpo calibrate``, unless its ``result`` is there."""
+    if not (result or out).is_file():
+        run("calibrate", "--out", out, *options)
+
+
+def run(*words: object) -> None:
+    """Run a command of dcpo; end as it does if it fails."""
+    done = subprocess.run([*DCPO, *map(str, words)], check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def show(*rows: Answers) -> None:
+    """Print accuracy and scores of the answers, with 95 % intervals over problems."""
+    print(f"\n{'confidence':23} {'accuracy':>22} {'Brier':>22} {'AUROC':>6} {'within kinds':>12}")
+    for row in rows:
+        found = json.loads((row.directory / "evaluation.json").read_text())
+        scores = found["benchmarks"]["problems"]
+        of_kind = scores[row.kind]
+        print(
+            f"{row.name:23} {interval(scores, 'accuracy'):>22} "
+            f"{interval(scores, row.kind, 'brier'):>22} {number(of_kind['auroc']):>6} "
+            f"{number(of_kind['auroc_within']):>12}"
+        )
+    print(
+        "It was worth it if what is stated after has a Brier score below the lookup's,\n"
+        "and the accuracy is what it was."
+    )
+
+
+def interval(scores: dict[str, Any], *path: str) -> str:
+    """Return a score and its interval as text."""
+    value: Any = scores
+    ends: Any = scores["ci95"]
+    for key in path:
+        value = value[key]
+        ends = ends[key]
+    low, high = ends
+    return f"{number(value)} [{number(low)}, {number(high)}]"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
