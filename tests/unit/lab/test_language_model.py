@@ -1,0 +1,67 @@
+"""The study of a language model: its problems are disjoint, and its records become tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lab.confidences import ADAPTERS, tables
+from lab.language_model import ROWS, STUDY, TAUGHT, write_problems
+from lab.results import write_archive
+
+ARMS = (
+    *("stated", "constant", "lookup", "boosted trees", "bar", "probe", "stack", *ADAPTERS),
+    f"{TAUGHT}, greedy",
+)
+
+
+def test_no_problem_is_in_two_parts(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    last = max(end for _, end in ROWS.values())
+    lines = [json.dumps({"problem": f"{number} + 1 ="}) + "\n" for number in range(last)]
+    (data / "train.jsonl").write_text("".join(lines))
+    files = write_problems(data, tmp_path / "problems")
+    parts = {name: files[name].read_text().splitlines() for name in ROWS}
+    assert {name: len(part) for name, part in parts.items()} == {
+        "reinforce": 2000,
+        "fit": 3000,
+        "test": 1000,
+    }
+    assert len(set().union(*parts.values())) == last
+
+
+def records(seed: int, answers: int) -> bytes:
+    """Return records in which the taught adapter is right, and every other arm says .5."""
+    draw = np.random.default_rng(seed)
+    correct = draw.integers(0, 2, answers).astype(float)
+    arms = {arm: [0.5] * answers for arm in ARMS}
+    arms[TAUGHT] = (0.1 + 0.8 * correct).tolist()
+    row = {
+        "problem": [f"p{number}" for number in range(answers)],
+        "kind": [f"chain_sum {number % 2}" for number in range(answers)],
+        "correct": correct.tolist(),
+        "arms": arms,
+    }
+    return json.dumps(row).encode()
+
+
+def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) -> None:
+    archive = tmp_path / STUDY.records
+    files = {f"seed{seed}.json": records(seed, answers=40) for seed in (1, 2)}
+    files |= {f"other.seed{seed}.json": records(seed, answers=20) for seed in (1, 2)}
+    write_archive(archive, files)
+    found = tables(archive, tmp_path, replace(STUDY, seeds=(1, 2)))
+    assert found["seeds"] == ["1", "2"]
+    assert found["arms"][TAUGHT]["brier"] == pytest.approx([0.01, 0.01])
+    mean, low, high = found["minus"]["lookup"][TAUGHT]["pooled"]
+    assert mean == pytest.approx(-0.24)
+    assert low <= mean <= high < 0
+    assert found["others"]["other"]["bar"]["brier"] == pytest.approx([0.25, 0.25])
+    page = (tmp_path / f"{STUDY.name}_tables.md").read_text()
+    assert "python -m lab language-model" in page
+    assert "`other`" in page
