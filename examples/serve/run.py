@@ -14,11 +14,14 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx2
+
+from megatron_dcpo.rollout import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
@@ -41,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--upstream-port", type=int, default=8101)
     parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="of what is asked; as the confidence's fit"
+    )
     args = parser.parse_args(argv)
     confidence = args.out / "confidence.npz"
     if not confidence.exists():
@@ -54,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             wait_for(endpoint, upstream)
             proxy = [*DCPO, "serve", *given, "--port", str(args.port), "--example", "58*2="]
             if args.ask:
-                return ask(proxy, f"http://127.0.0.1:{args.port}/v1", args.ask)
+                is_chat = load_tokenizer(args.model).chat_template is not None
+                sampling = {"temperature": args.temperature, "max_tokens": 48}
+                url = f"http://127.0.0.1:{args.port}/v1"
+                return ask(proxy, url, args.ask, sampling, is_chat=is_chat)
             print(f"open http://127.0.0.1:{args.port} and ask 58*2=", flush=True)
             with suppress(KeyboardInterrupt):
                 return subprocess.run(proxy, check=False).returncode
@@ -74,9 +83,16 @@ def fit(model: str, problems: int, out: Path, confidence: Path) -> None:
     subprocess.run([*DCPO, *calibrate], check=True)
 
 
-def ask(proxy: Sequence[str], address: str, questions: Sequence[str]) -> int:
-    """Start ``dcpo serve``, print the greedy answer to each question with its confidence, and stop
-    it. Return 0.
+def ask(
+    proxy: Sequence[str],
+    address: str,
+    questions: Sequence[str],
+    sampling: Mapping[str, float],
+    *,
+    is_chat: bool,
+) -> int:
+    """Start ``dcpo serve``, print the answer to each question with its confidence, and stop it.
+    Return 0. A model without a chat template is asked for a completion.
     """
     with subprocess.Popen(proxy) as server:
         try:
@@ -84,20 +100,20 @@ def ask(proxy: Sequence[str], address: str, questions: Sequence[str]) -> int:
             with httpx2.Client(base_url=address, timeout=_START_SECONDS) as client:
                 model = client.get("/models").json()["data"][0]["id"]
                 for question in questions:
-                    asked = {
-                        "model": model,
-                        "messages": [{"role": "user", "content": question}],
-                        "temperature": 0,
-                        "max_tokens": 48,
-                    }
-                    reply = client.post("/chat/completions", json=asked).raise_for_status()
+                    asked: dict[str, Any] = {"model": model, **sampling}
+                    if is_chat:
+                        asked["messages"] = [{"role": "user", "content": question}]
+                    else:
+                        asked["prompt"] = question
+                    path = "/chat/completions" if is_chat else "/completions"
+                    reply = client.post(path, json=asked).raise_for_status()
                     (choice,) = reply.json()["choices"]
-                    answer = " ".join(choice["message"]["content"].split())
+                    text = choice["message"]["content"] if is_chat else choice["text"]
                     confidence = choice["confidence"]
                     shown = choice["confidence_reason"]
                     if confidence is not None:
                         shown = f"{confidence:.2f}"
-                    print(f"{question}   confidence {shown}   {answer}", flush=True)
+                    print(f"{question}   confidence {shown}   {' '.join(text.split())}", flush=True)
         finally:
             server.terminate()
     return 0

@@ -16,5 +16,5 @@ grep -m 200 -E '"kind": "chain_sum [12]"' "$out/data/train.jsonl" > "$out/served
     --verifier "$here/last_number.py:verify" --temperature 0 --repeats 1 --max-tokens 48 --engine transformers --out "$out/served/evaluated"
 "${dcpo[@]}" calibrate --samples "$out/served/evaluated/samples.jsonl" --out "$out/served/confidence.npz"
 asked="State the final answer to the following arithmetic problem:"
-"$python" "$here/../serve/run.py" --model "$out/base" --out "$out/served" \
+"$python" "$here/../serve/run.py" --model "$out/base" --out "$out/served" --temperature 0 \
     --ask "$asked 2 + 3 =" --ask "$asked 17 + 25 =" --ask "$asked 84 - 96 ="
