@@ -118,23 +118,31 @@ class ServerLink:
                 return
             time.sleep(1.0)
 
-    def check(self) -> None:
+    def check(self, quantization: str | None = None) -> None:
         """Ask for the name of the model served. Raises :class:`UserError` when the server lacks
-        something.
+        something, or has another ``quantization``.
         """
         needed = (
             "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
             "--generation-config vllm"
         )
+        if quantization:
+            needed = f"{needed} --quantization {quantization}"
         try:
             models = [str(row["id"]) for row in self.call("/v1/models")["data"]]
             self.call("/weight_info")
-            info = json.dumps(self.call("/server_info?config_format=json"))
+            info = self.call("/server_info?config_format=json")
         except (EngineError, LookupError, TypeError) as error:
             raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
-        if "processed_logprobs" not in info:
+        if "processed_logprobs" not in json.dumps(info):
             raise UserError(
                 f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
+            )
+        served = _quantization_of(info)
+        if served != quantization:
+            raise UserError(
+                f"{self.url} has the quantization {served}, not {quantization} as "
+                f"rollout.vllm.quantization says; set that, or start the server with: {needed}"
             )
         if len(models) != 1:
             raise UserError(
@@ -169,3 +177,10 @@ class ServerLink:
                 f"{self.url} did not clear its prefix cache: a request is still running"
             )
         self.call("/update_weight_version", {"new_version": str(version)})
+
+
+def _quantization_of(info: Any) -> str | None:  # noqa: ANN401 - JSON of vLLM
+    """Return what ``/server_info`` says of the quantization of the model served."""
+    for name in ("vllm_config", "model_config", "quantization"):
+        info = info.get(name) if isinstance(info, dict) else None
+    return info or None
