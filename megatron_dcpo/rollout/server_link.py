@@ -21,6 +21,8 @@ _ASK_SECONDS = 30.0
 # How long a run waits for a server that has not answered yet, and for one that is started again.
 START_SECONDS = 900.0
 RETURN_SECONDS = 900.0
+# vLLM's older name of a quantization
+_NEWER_NAMES: dict[str | None, str] = {"fp8": "fp8_per_tensor"}
 # The statuses of a server that starts.
 _STARTING = (502, 503, 504)
 
@@ -139,7 +141,7 @@ class ServerLink:
                 f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
             )
         served = _quantization_of(info)
-        if served != quantization:
+        if _NEWER_NAMES.get(served, served) != _NEWER_NAMES.get(quantization, quantization):
             raise UserError(
                 f"{self.url} has the quantization {served}, not {quantization} as "
                 f"rollout.vllm.quantization says; set that, or start the server with: {needed}"
