@@ -143,8 +143,9 @@ class ServerLink:
         served = _quantization_of(info)
         if _NEWER_NAMES.get(served, served) != _NEWER_NAMES.get(quantization, quantization):
             raise UserError(
-                f"{self.url} has the quantization {served}, not {quantization} as "
-                f"rollout.vllm.quantization says; set that, or start the server with: {needed}"
+                f"{self.url} serves {served or 'unquantized'} weights, and "
+                f"rollout.vllm.quantization is {quantization or 'not set'}; change one of them, "
+                f"the server by: {needed}"
             )
         if len(models) != 1:
             raise UserError(

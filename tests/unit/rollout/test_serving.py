@@ -184,7 +184,7 @@ def test_the_commands_of_a_launch() -> None:
 def test_a_server_is_told_to_quantize_and_has_room_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "host_memory_available", lambda: 64 << 20)
+    monkeypatch.setattr(serving, "host_memory_available", lambda: 8 << 20)
     options = ["model.params_dtype=bf16", "objective.tis_level=token"]
     plain = server_command(load_config(QUICKSTART / "async.yaml", options), 1, 48)
     options.append("rollout.vllm.quantization=fp8_per_block")

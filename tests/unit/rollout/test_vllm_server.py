@@ -182,7 +182,7 @@ def test_a_server_has_the_quantization_of_the_configuration(
         return
     with pytest.raises(UserError, match=r"rollout\.vllm\.quantization") as refused:
         start()
-    assert str(served) in str(refused.value)
+    assert (served or "unquantized") in str(refused.value)
     assert (f"--quantization {asked}" in str(refused.value)) == (asked is not None)
 
 
