@@ -2,7 +2,7 @@
 (``model.head_dtype``).
 
     python benchmarks/mismatch.py [--engine transformers|vllm] [--megatron apply_rope_fusion=false]
-    [--tokens 32]
+    [--tokens 32] [--quantization fp8_per_channel]
 
 A random Qwen3 with 151,936 tokens whose sampled tokens have logits of about 18, as a trained
 model's: there numbers of bf16 are 0.125 apart. What is measured is ``engine/logprob_diff_mean`` of
@@ -88,6 +88,7 @@ def measure(
     tokens: int,
     megatron: Sequence[str],
     vocabulary: int = SHAPE["vocab_size"],
+    quantization: str = "",
 ) -> dict[str, Any]:
     """Return the mismatch metrics of one step."""
     import policies
@@ -102,6 +103,8 @@ def measure(
             f"rollout.engine={engine}",
         ]
         options += [f"parallel.megatron.{option}" for option in megatron]
+        if quantization:
+            options += [f"rollout.vllm.quantization={quantization}", "objective.tis_level=token"]
         options = policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, tokens, *options)
         with policies.training_run(options) as run:
             samples = policies.sampled(run, 1)
@@ -111,6 +114,7 @@ def measure(
     return {
         "head": head,
         "engine": engine,
+        "quantization": quantization,
         "tokens": int(statistics.sums["engine/tokens"]),
         **found,
     } | {LARGEST: statistics.maxima[LARGEST]}
@@ -123,12 +127,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=SHAPE["vocab_size"])
     parser.add_argument("--megatron", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--quantization", default="", help="the engine's (rollout.vllm)")
     args = parser.parse_args()
     for head in [args.head] if args.head else ["model", "fp32"]:
-        print(
-            json.dumps(measure(head, args.engine, args.tokens, args.megatron, args.vocabulary)),
-            flush=True,
+        found = measure(
+            head=head,
+            engine=args.engine,
+            tokens=args.tokens,
+            megatron=args.megatron,
+            vocabulary=args.vocabulary,
+            quantization=args.quantization,
         )
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

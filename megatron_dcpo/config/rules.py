@@ -37,6 +37,11 @@ AGENT_OPTIONS = (
     *("agent_sessions", "agent_seconds", "agent_memory_mb", "agent_calls"),
     *("asks_confidence", "max_error_rate"),
 )
+# What vLLM can make of the bf16 weights of linear layers when it loads them, by its names, the
+# recommended one first; fp8 is its older name of fp8_per_tensor.
+FP8_ROLLOUTS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "fp8")
+# values of vLLM's kv_cache_dtype that quantize nothing
+_PLAIN_CACHES = ("auto", "bfloat16", "float16")
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
 
 
@@ -711,11 +716,63 @@ def adapted_layers_are_on_one_stage(config: RunConfig) -> Problem:
 
 
 @rule("train")
-def an_engine_gets_its_weights_as_they_are(config: Config) -> Problem:
-    if config.rollout.vllm.get("quantization"):
+def an_engine_quantizes_to_fp8_alone(config: Config) -> Problem:
+    quantization = config.rollout.quantization
+    if quantization is None or quantization in FP8_ROLLOUTS:
+        return None
+    return (
+        f"rollout.vllm.quantization={quantization} is not supported; set it to "
+        f"{' or '.join(FP8_ROLLOUTS[:2])}, which vLLM makes of bf16 weights, or remove it"
+    )
+
+
+@rule("train")
+def layers_and_cache_are_quantized_by_no_other_option(config: Config) -> Problem:
+    """Quantized keys and values would need scales that follow the policy from update to update."""
+    vllm = config.rollout.vllm
+    if vllm.get("quantization_config"):
         return (
-            "rollout.vllm.quantization is not supported in this version: every update would have "
-            "to quantize the weights for the engine; remove it"
+            "rollout.vllm.quantization_config is not supported; set "
+            f"rollout.vllm.quantization={FP8_ROLLOUTS[0]}, or remove it"
+        )
+    cache = vllm.get("kv_cache_dtype") or "auto"
+    if cache not in _PLAIN_CACHES:
+        return (
+            f"rollout.vllm.kv_cache_dtype={cache} is not supported: nothing computes its scales "
+            "again when the policy has changed; remove it"
+        )
+    return None
+
+
+@rule("train")
+def fp8_rollouts_are_vllms(config: Config) -> Problem:
+    rollout = config.rollout
+    if rollout.quantization and rollout.engine == "transformers":
+        return (
+            f"rollout.vllm.quantization={rollout.quantization} needs rollout.engine=vllm, auto or "
+            "server; set one of them, or remove it"
+        )
+    return None
+
+
+@rule("train")
+def fp8_rollouts_are_of_a_policy_in_bf16(config: Config) -> Problem:
+    quantization = config.rollout.quantization
+    if quantization and config.model.params_dtype != "bf16":
+        return (
+            f"rollout.vllm.quantization={quantization} needs model.params_dtype=bf16, not "
+            f"{config.model.params_dtype}; set it, or remove the quantization"
+        )
+    return None
+
+
+@rule("train")
+def fp8_rollouts_need_a_correction(config: Config) -> Problem:
+    quantization = config.rollout.quantization
+    if quantization and _is_uncorrected(config):
+        return (
+            f"rollout.vllm.quantization={quantization} samples another policy than the one "
+            "trained; correct for it with objective.tis_level=token (or sequence)"
         )
     return None
 
@@ -760,6 +817,19 @@ def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Problem:
     if model.num_experts and config.frozen:
         return "model.adapter: no factors for experts; remove it for a mixture of experts"
     return None
+
+
+@rule("train with model")
+def fp8_rollouts_are_of_plain_layers(config: Config, model: ModelShape) -> Problem:
+    """An update of experts in FP8, or of gated delta nets beside it, has not been tried."""
+    quantization = config.rollout.quantization
+    if not quantization or not (model.num_experts or model.delta_net is not None):
+        return None
+    what = "experts" if model.num_experts else "gated delta nets"
+    return (
+        f"rollout.vllm.quantization={quantization} is not supported for {config.model.path}, which "
+        f"has {what}; remove it"
+    )
 
 
 @rule("run with model")

@@ -308,6 +308,13 @@ class RolloutConfig:
         return self.tensor_model_parallel_size
 
     @property
+    def quantization(self) -> str | None:
+        """Return vLLM's name of what the engine quantizes weights to when it loads them, if it
+        does.
+        """
+        return self.vllm.get("quantization") or None
+
+    @property
     def most_versions_behind(self) -> int:
         """Return how many updates a token's weights may be behind the policy that trains on it."""
         return self.async_steps + self.max_staleness

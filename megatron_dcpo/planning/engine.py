@@ -10,7 +10,11 @@ from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size, che
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB, Machine
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
+from megatron_dcpo.weights.table import (
+    engine_weight_bytes,
+    kv_bytes_per_token,
+    number_of_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def _embedded(arch: Architecture, config: Config, machine: Machine) -> EngineMem
 
 
 def _server(arch: Architecture, config: Config, machine: Machine, size: int) -> EngineMemory:
-    # dcpo launch --engines passes this type on, and nothing of rollout.vllm
+    # dcpo launch --engines passes this type on, and of rollout.vllm the quantization alone
     itemsize = dtype_bytes(config.model.params_dtype)
     if not machine.engine_gpus:
         return EngineMemory(
@@ -112,7 +116,7 @@ def _server(arch: Architecture, config: Config, machine: Machine, size: int) -> 
             responses=_responses(config, size=1, gpus=machine.gpus),
             resident=0,
         )
-    weights = number_of_parameters(arch) * itemsize // size
+    weights = engine_weight_bytes(arch, itemsize, config.rollout.quantization) // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     responses = _responses(config, size=size, gpus=machine.engine_gpus)
     cache = max(0, _share(config, machine) - weights)
@@ -131,7 +135,7 @@ def _server(arch: Architecture, config: Config, machine: Machine, size: int) -> 
 
 def _vllm(arch: Architecture, config: Config, machine: Machine, size: int) -> EngineMemory:
     itemsize = _itemsize(config)
-    weights = number_of_parameters(arch) * itemsize // size
+    weights = engine_weight_bytes(arch, itemsize, config.rollout.quantization) // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     responses = _responses(config, size=size, gpus=machine.gpus)
     cache = _cache(config, _share(config, machine) - weights)

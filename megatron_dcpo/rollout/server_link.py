@@ -21,6 +21,8 @@ _ASK_SECONDS = 30.0
 # How long a run waits for a server that has not answered yet, and for one that is started again.
 START_SECONDS = 900.0
 RETURN_SECONDS = 900.0
+# vLLM's older name of a quantization
+_NEWER_NAMES: dict[str | None, str] = {"fp8": "fp8_per_tensor"}
 # The statuses of a server that starts.
 _STARTING = (502, 503, 504)
 
@@ -118,23 +120,32 @@ class ServerLink:
                 return
             time.sleep(1.0)
 
-    def check(self) -> None:
+    def check(self, quantization: str | None = None) -> None:
         """Ask for the name of the model served. Raises :class:`UserError` when the server lacks
-        something.
+        something, or has another ``quantization``.
         """
         needed = (
             "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
             "--generation-config vllm"
         )
+        if quantization:
+            needed = f"{needed} --quantization {quantization}"
         try:
             models = [str(row["id"]) for row in self.call("/v1/models")["data"]]
             self.call("/weight_info")
-            info = json.dumps(self.call("/server_info?config_format=json"))
+            info = self.call("/server_info?config_format=json")
         except (EngineError, LookupError, TypeError) as error:
             raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
-        if "processed_logprobs" not in info:
+        if "processed_logprobs" not in json.dumps(info):
             raise UserError(
                 f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
+            )
+        served = _quantization_of(info)
+        if _NEWER_NAMES.get(served, served) != _NEWER_NAMES.get(quantization, quantization):
+            raise UserError(
+                f"{self.url} serves {served or 'unquantized'} weights, and "
+                f"rollout.vllm.quantization is {quantization or 'not set'}; change one of them, "
+                f"the server by: {needed}"
             )
         if len(models) != 1:
             raise UserError(
@@ -169,3 +180,10 @@ class ServerLink:
                 f"{self.url} did not clear its prefix cache: a request is still running"
             )
         self.call("/update_weight_version", {"new_version": str(version)})
+
+
+def _quantization_of(info: Any) -> str | None:  # noqa: ANN401 - JSON of vLLM
+    """Return what ``/server_info`` says of the quantization of the model served."""
+    for name in ("vllm_config", "model_config", "quantization"):
+        info = info.get(name) if isinstance(info, dict) else None
+    return info or None

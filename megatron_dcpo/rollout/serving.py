@@ -58,6 +58,8 @@ def server_command(config: Config, engines: int, longest: int, other: str = "") 
         "max-num-seqs": rollout.max_num_seqs,
         "dtype": dtype_name(model.params_dtype),
     }
+    if rollout.quantization:
+        common["quantization"] = rollout.quantization
     if other:
         return [*shlex.split(other), *_words({"model": model.path, **common})]
     options: dict[str, Any] = {
@@ -105,6 +107,7 @@ def _memory(config: Config, engines: int, longest: int) -> dict[str, Any]:
             max_model_len=longest,
             max_num_seqs=rollout.max_num_seqs,
             responses=config.data.prompts_per_step * rollout.group_size,
+            arguments={"quantization": rollout.quantization},
         ),
         available=host_memory_available(),
         ranks=engines,

@@ -62,7 +62,7 @@ from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.signals import RolloutAbandoned, launched_rank, stop_requested
 from megatron_dcpo.types import FinishReason, Prompt, Response
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.table import number_of_parameters
+from megatron_dcpo.weights.table import engine_weight_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, LLMEngine, SamplingParams
@@ -425,11 +425,12 @@ class VllmEngine(Engine):
 
     def _enter_in_ledger(self, tag: str) -> None:
         options = self.options
-        weights = (
-            number_of_parameters(self.arch)
-            * dtype_bytes(options.dtype)
-            // options.tensor_model_parallel_size
+        weights = engine_weight_bytes(
+            arch=self.arch,
+            itemsize=dtype_bytes(options.dtype),
+            quantization=options.quantization,
         )
+        weights //= options.tensor_model_parallel_size
         share = int(options.gpu_memory_utilization * total_memory())
         cache = options.arguments.get("kv_cache_memory_bytes") or max(0, share - weights)
         ledger.put(*((_WEIGHTS, weights) if tag == "weights" else (_CACHE, cache)))

@@ -19,9 +19,15 @@ import torch
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config.rules import check_passed_on
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
+from megatron_dcpo.runtime.device import (
+    capabilities,
+    device_name,
+    multiplies_in_fp8,
+    rng_state,
+    set_rng_state,
+)
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
+from megatron_dcpo.weights.table import engine_weight_bytes, kv_bytes_per_token
 
 _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
@@ -54,6 +60,11 @@ class VllmOptions:
     dummy_weights: bool = False
     seed: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def quantization(self) -> str | None:
+        """Return vLLM's name of what it quantizes the weights to when it loads them, if it does."""
+        return self.arguments.get("quantization") or None
 
     @property
     def at_once(self) -> int:
@@ -113,6 +124,17 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     )
 
 
+def check_fp8_device(quantization: str | None) -> None:
+    """Raise :class:`UserError` if the engine of this process's GPU is to quantize its weights to
+    FP8 and the GPU cannot multiply such numbers.
+    """
+    if quantization and not multiplies_in_fp8():
+        raise UserError(
+            f"rollout.vllm.quantization={quantization} needs a GPU of compute capability 8.9 or "
+            f"more (Ada, Hopper), which {device_name()} has not; remove it"
+        )
+
+
 def known_arguments() -> set[str] | None:
     """Return the names of the installed vLLM's engine arguments, None without vLLM."""
     if find_spec("vllm") is None:
@@ -141,7 +163,7 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
     request = (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
     share = (
         int(available * options.gpu_memory_utilization) // ranks
-        - number_of_parameters(arch) * itemsize // size
+        - engine_weight_bytes(arch, itemsize, options.quantization) // size
     )
     if share < 2 * request:
         raise UserError(

@@ -83,6 +83,7 @@ class ServerEngine(Engine):
         exchange: Path | None,
         rank: int = 0,
         concurrency: int = 512,
+        quantization: str | None = None,
     ) -> None:
         self.servers = [ServerLink(endpoint) for endpoint in endpoints]
         self.server = self.servers[rank % len(self.servers)]  # that this rank asks
@@ -97,7 +98,7 @@ class ServerEngine(Engine):
         self.weights_version = 0
         for server in self.servers:
             server.wait_for_start()
-            server.check()
+            server.check(quantization)
 
     def stream(
         self,

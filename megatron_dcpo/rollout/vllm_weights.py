@@ -4,7 +4,9 @@ The trainer's ranks run the engine in their own process, so there is nothing to 
 slices of a bucket are given to the model's loaders, which write them into the live parameters. On a
 GPU the kernels read these parameters, and nothing is copied a second time. The CPU build packs most
 layers for its kernels and drops the parameters that the loader filled. Such a layer gets its plain
-parameters back while its slices arrive, and then vLLM packs it again.
+parameters back while its slices arrive, and then vLLM packs it again. So does a linear layer that
+vLLM quantizes to FP8 when it loads: when its slices have come, vLLM quantizes it, and copies the
+result to where its kernels read.
 """
 
 from __future__ import annotations
@@ -28,9 +30,23 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineLinearMethod,
+    Fp8PerTensorOnlineLinearMethod,
+    Fp8PtpcOnlineLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.model_executor.model_loader.reload.utils import (
+    get_layer_params_buffers,
+    get_layer_tensors,
+)
 
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.runtime.device import synchronize
@@ -41,6 +57,7 @@ from megatron_dcpo.weights.table import EMBEDDING, hf_shapes
 
 BACKEND = "megatron_dcpo"
 _UNQUANTIZED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
+_FP8 = Fp8PerTensorOnlineLinearMethod | Fp8PerBlockOnlineLinearMethod | Fp8PtpcOnlineLinearMethod
 
 
 class SliceOfWhole(Tensor):
@@ -137,12 +154,15 @@ class _Layer:
 
     def open(self) -> None:
         """Have its parameters as the loaders fill them. Only the CPU build packs them in another
-        form, which is dropped.
+        form, which is dropped; that of a layer in FP8 is kept.
         """
         if self.opened:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
+        if self._is_fp8:
+            self._open_beside_fp8(info)
+            return
         packed = self.module.__dict__.pop("cpu_linear", None) is not None or self._packs_experts
         live = dict(self.module.named_parameters(recurse=False))
         if all(
@@ -157,10 +177,28 @@ class _Layer:
         restore_layer_on_meta(self.module, info)
         materialize_layer(self.module, info)
 
-    def close(self) -> None:
-        """Let vLLM prepare the completed layer for its kernels, as after loading. There is nothing
-        to do on a GPU.
+    def _open_beside_fp8(self, info: LayerReloadingInfo) -> None:
+        """Give the layer plain parameters of their own, as vLLM's reload does. What the kernels
+        read, and captured graphs know by its address, is kept in ``info`` for ``close``.
         """
+        if info.kernel_tensors is None:  # there already when an update before was broken off
+            info.kernel_tensors = get_layer_params_buffers(self.module)
+            info.kernel_non_persistent_buffers = set(self.module._non_persistent_buffers_set)
+        restore_layer_on_meta(self.module, info)
+        materialize_layer(self.module, info)
+        for tensor in get_layer_tensors(self.module).values():
+            # without vLLM's wrapper, which keeps what it is given until the layer is complete
+            loader = _get_original_loader(tensor)
+            tensor.weight_loader = loader  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let vLLM prepare the completed layer for its kernels, as after loading. On a GPU there is
+        nothing to do but for a layer in FP8: vLLM quantizes it and copies the result into what the
+        kernels read.
+        """
+        if self._is_fp8:
+            _layerwise_process(self.module, get_layerwise_info(self.module))
+            return
         method = getattr(self.module, "quant_method", None)
         if method is None:
             return
@@ -168,6 +206,10 @@ class _Layer:
             # or vLLM takes this for an update on a GPU, and the kernel gets the plain weights
             method.moe_kernel = None
         method.process_weights_after_loading(self.module)
+
+    @property
+    def _is_fp8(self) -> bool:
+        return isinstance(getattr(self.module, "quant_method", None), _FP8)
 
     @property
     def _packs_experts(self) -> bool:
@@ -251,7 +293,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)
-                _check_unquantized(layer)
+                _check_precision(layer)
         if arch.tied_embeddings:
             self._check_tied(expected.layers[EMBEDDING])
         return expected
@@ -302,12 +344,13 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                     layer.close()
 
 
-def _check_unquantized(layer: _Layer) -> None:
+def _check_precision(layer: _Layer) -> None:
+    """Raise RuntimeError for a layer that vLLM quantizes in another way than to FP8 on loading."""
     method = getattr(layer.module, "quant_method", None)
-    if method is not None and not isinstance(method, _UNQUANTIZED):
+    if method is not None and not isinstance(method, _UNQUANTIZED | _FP8):
         raise RuntimeError(
-            f"{layer.name} is quantized ({type(method).__name__}); training wants the weights as "
-            "they are"
+            f"{layer.name} is quantized ({type(method).__name__}); weights can be handed over to "
+            "layers that are not, or that vLLM quantizes to FP8 when it loads them"
         )
 
 

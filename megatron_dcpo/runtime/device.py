@@ -193,6 +193,13 @@ def total_memory() -> int:
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
 
 
+def multiplies_in_fp8() -> bool:
+    """Return whether this process's GPU has products of FP8 numbers: from Ada on (compute
+    capability 8.9). True without a GPU.
+    """
+    return not has_cuda() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def device_name() -> str:
     """Return the name of this process's GPU, or ``cpu``."""
     return torch.cuda.get_device_name() if has_cuda() else "cpu"

@@ -40,8 +40,8 @@ def check_processes(config: RunConfig, processes: int | None) -> None:
 
 
 def check_pass_through(config: Config) -> None:
-    """Check the names of options that are passed on to Megatron and vLLM, if installed, the
-    prompt template and the verifier. Raises :class:`UserError`.
+    """Check the names of options that are passed on to Megatron and vLLM, if installed, what the
+    device can do of them, the prompt template and the verifier. Raises :class:`UserError`.
     """
     find_template(config.data.template)
     for source in named_sources(config).values():
@@ -49,9 +49,11 @@ def check_pass_through(config: Config) -> None:
         check_verifier(source.verifier or config.judging.verifier)
     check_names_of_megatron(config)
     if config.rollout.vllm:
-        from megatron_dcpo.rollout.vllm_host import check_engine_arguments
+        from megatron_dcpo.rollout.vllm_host import check_engine_arguments, check_fp8_device
 
         check_engine_arguments(config.rollout.vllm)
+        if config.rollout.engine != "server":  # which has devices of its own
+            check_fp8_device(config.rollout.quantization)
 
 
 def check_names_of_megatron(config: RunConfig) -> None:

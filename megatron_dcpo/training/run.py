@@ -365,6 +365,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
             exchange=exchange if rollout.weight_transfer == "files" else None,
             rank=topology.rank,
             concurrency=rollout.max_num_seqs,
+            quantization=rollout.quantization,
         )
     size = rollout.tensor_model_parallel_size
     engines = topology.world_size // size

@@ -590,6 +590,23 @@ def number_of_parameters(arch: Architecture) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if not is_constant(name))
 
 
+def engine_weight_bytes(arch: Architecture, itemsize: int, quantization: str | None) -> int:
+    """Return the bytes of the weights of a whole engine, ``itemsize`` each. With a ``quantization``
+    to FP8 it is one for those of linear layers, but for the output layer; embeddings, norms and
+    biases stay as they are. Scales are not counted: four bytes for an output or a block of
+    128 x 128 weights.
+    """
+    nbytes = number_of_parameters(arch) * itemsize
+    if quantization is None:
+        return nbytes
+    linear = sum(
+        math.prod(shape)
+        for name, shape in hf_shapes(arch).items()
+        if len(shape) == 2 and name not in (EMBEDDING, OUTPUT)
+    )
+    return nbytes - linear * (itemsize - 1)
+
+
 def kv_bytes_per_token(
     arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1
 ) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dcpo.config.rules import FP8_ROLLOUTS
 from megatron_dcpo.rollout.server_tensors import connection, described
 from megatron_dcpo.weights.packed import MESSAGE_BYTES
 from tests.cuda_wheels.needs import in_cuda_wheels
@@ -54,6 +55,26 @@ def test_vllms_nccl_backend_takes_what_the_server_is_told() -> None:
     assert (told.packed, told.packed_buffer_size_bytes) == (True, MESSAGE_BYTES)
     made = NCCLWeightTransferUpdateInfo(**described({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}))
     assert (made.names, made.dtype_names, made.shapes) == (["w"], ["bfloat16"], [[2, 3]])
+
+
+@in_cuda_wheels
+@pytest.mark.parametrize("name", FP8_ROLLOUTS)
+def test_vllm_quantizes_what_the_plan_counts(name: str) -> None:
+    """Linear layers, by the methods that an update is handed over to, but no output layer. It reads
+    its older name only when it loads.
+    """
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from megatron_dcpo.rollout.vllm_weights import _FP8
+
+    newer = "fp8_per_tensor" if name == "fp8" else name
+    made = OnlineQuantizationConfig(resolve_quantization_config(newer, None))
+    found = made.resolve_quant_method_cls(RowParallelLinear, "model.layers.0.mlp.down_proj")
+    assert issubclass(found[-1], _FP8)
+    assert made.resolve_quant_method_cls(ParallelLMHead, "lm_head") is None
 
 
 @in_cuda_wheels

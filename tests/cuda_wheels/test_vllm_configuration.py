@@ -38,9 +38,15 @@ OF = {
         "ranks": 1,
         "adapter": 0,
         "sequences": 512,
+        "quantization": None,
     },
     "evaluation": {"logprobs": "raw_logprobs", "load": "auto", "adapter": 16, "sleep": False},
     "no sleep, no graphs": {"sleep": False, "eager": True, "length": 40960},
+    "fp8": {
+        "quantization": "fp8_per_block",
+        "quantized by": "OnlineQuantizationConfig",
+        "load": "dummy",
+    },
     "two ranks": {"ranks": 2, "executor": "external_launcher", "sleep": True, "sequences": 64},
 }
 

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"enforce_eager": True},
         "dtype": "bfloat16",
     },
+    "fp8": {"dummy_weights": True, "arguments": {"quantization": "fp8_per_block"}},
     "two ranks": {"dummy_weights": True, "tensor_model_parallel_size": 2, "max_num_seqs": 64},
 }
 
@@ -125,6 +126,8 @@ def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
         "length": made.model_config.max_model_len,
         "eager": made.model_config.enforce_eager,
         "load": str(made.load_config.load_format),
+        "quantization": made.model_config.quantization,
+        "quantized by": type(made.quant_config).__name__,
         "transfer": made.weight_transfer_config.backend,
         "utilization": made.cache_config.gpu_memory_utilization,
         "sequences": made.scheduler_config.max_num_seqs,

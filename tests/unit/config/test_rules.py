@@ -204,7 +204,10 @@ def test_the_gpus_of_a_server_are_whole_engines() -> None:
         ("parallel", "megatron", "fp4", "e2m1"),
         ("parallel", "megatron", "fp8_param_gather", True),
         ("parallel", "megatron", "quant_recipe", "x"),
-        ("rollout", "vllm", "quantization", "fp8"),
+        ("rollout", "vllm", "quantization", "awq"),
+        ("rollout", "vllm", "quantization", "mxfp8"),
+        ("rollout", "vllm", "quantization_config", {"linear": "fp8_per_block"}),
+        ("rollout", "vllm", "kv_cache_dtype", "fp8"),
     ],
 )
 def test_fewer_bits_are_refused_by_name(section: str, key: str, option: str, value: object) -> None:
@@ -212,6 +215,56 @@ def test_fewer_bits_are_refused_by_name(section: str, key: str, option: str, val
         config(**{section: {key: {option: value}}})
     assert f"{section}.{key}.{option}" in str(error.value)
     config(**{section: {key: {option: None}}})
+
+
+FP8 = {"vllm": {"quantization": "fp8_per_block", "kv_cache_dtype": "auto"}}
+BF16 = {"params_dtype": "bf16"}
+CORRECTED = {"tis_level": "token"}
+
+
+@pytest.mark.parametrize("quantization", rules.FP8_ROLLOUTS)
+@pytest.mark.parametrize("correction", [CORRECTED, {"old_logprobs": "engine"}])
+@pytest.mark.parametrize("engine", ["auto", "vllm", "server"])
+def test_fp8_rollouts_of_a_corrected_policy_in_bf16(
+    quantization: str, correction: dict[str, str], engine: str
+) -> None:
+    rollout = {"engine": engine, "vllm": {"quantization": quantization}}
+    if engine == "server":
+        rollout["endpoint"] = "http://h/v1"
+    found = config(model=BF16, objective=correction, rollout=rollout)
+    assert found.rollout.quantization == quantization
+
+
+@pytest.mark.parametrize(
+    ("sections", "option"),
+    [
+        ({"model": BF16}, "objective.tis_level"),
+        (
+            {"model": {"params_dtype": "fp32"}, "objective": CORRECTED},
+            "model.params_dtype=bf16",
+        ),
+        (
+            {
+                "model": BF16,
+                "objective": CORRECTED,
+                "rollout": {**FP8, "engine": "transformers"},
+            },
+            "rollout.engine",
+        ),
+    ],
+)
+def test_other_fp8_rollouts_are_refused_by_name(sections: dict[str, Any], option: str) -> None:
+    with pytest.raises(UserError) as error:
+        config(**{"rollout": FP8, **sections})
+    assert "rollout.vllm.quantization=fp8_per_block" in str(error.value)
+    assert option in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model", [EXPERTS, DELTA_NETS])
+def test_fp8_rollouts_are_of_plain_layers(model: Any) -> None:
+    sections = {"model": BF16, "objective": CORRECTED, "rollout": FP8}
+    refused_for(model, sections, "rollout.vllm.quantization")
 
 
 def test_servers_and_their_addresses() -> None:

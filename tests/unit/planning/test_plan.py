@@ -107,6 +107,22 @@ def test_resharding_is_what_the_synchronization_moves(plan, gpus, arguments, eng
     assert facts["resharding_bytes"] == max(max(one.received) for one in made)
 
 
+@pytest.mark.parametrize("engine", [(), ("rollout.engine=server", "rollout.endpoint=http://h/v1")])
+def test_an_engine_in_fp8_has_a_byte_for_a_weight_of_a_linear_layer(plan, engine):
+    """Its cache has what it saves; keys and values stay in bf16."""
+    layout = (f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true", *engine)
+    size = "rollout.tensor_model_parallel_size=8"
+    gpus = ("--engine-gpus", "64") if engine else ()
+    fp8 = "rollout.vllm.quantization=fp8_per_block"
+    plain = plan(64, *gpus, *layout, size)[1]["engine"]
+    quantized = plan(64, *gpus, *layout, size, fp8)[1]["engine"]
+    linear = 80 * (8192 * (2 * 64 + 2 * 8) * 128 + 3 * 8192 * 28672)
+    assert plain["weights"] == 2 * 70_553_706_496 // 8
+    assert plain["weights"] - quantized["weights"] == linear // 8
+    assert quantized["kv_cache"] - plain["kv_cache"] == linear // 8
+    assert quantized["kv_per_token"] == plain["kv_per_token"]
+
+
 def test_verdict_names_what_to_change(plan):
     greedy = (
         "parallel.sequence_parallel=false",

@@ -50,7 +50,7 @@ def test_the_messages_to_a_server_are_counted():
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 62
+    assert len(LARGE) == 63
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name == FAMILIES[family]

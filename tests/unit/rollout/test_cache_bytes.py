@@ -5,11 +5,18 @@ vLLM is taken.
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_host
-from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes, check_release
+from megatron_dcpo.rollout.vllm_host import (
+    VllmOptions,
+    cache_bytes,
+    check_fp8_device,
+    check_release,
+)
+from megatron_dcpo.runtime import device
 from tests.helpers.paths import REPOSITORY
 
 ARCH = read_architecture(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
@@ -37,6 +44,31 @@ def test_the_ranks_of_a_host_share_what_is_there():
         cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) + WEIGHTS
     )
     assert together <= available * OPTIONS.gpu_memory_utilization
+
+
+def test_weights_in_fp8_leave_room_for_the_cache():
+    """A byte less for each weight of the linear layers, not for embedding and output layer."""
+    linear = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    options = replace(OPTIONS, max_num_seqs=512, arguments={"quantization": "fp8_per_block"})
+    assert options.quantization == "fp8_per_block"
+    assert cache_bytes(ARCH, options, 80 * 10**9, ranks=1) == 40 * 10**9 - WEIGHTS + linear
+
+
+@pytest.mark.parametrize(("capability", "can"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_without_products_in_fp8_is_said_in_one_line(monkeypatch, capability, can):
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(vllm_host, "device_name", lambda: "NVIDIA A100")
+    check_fp8_device(None)
+    if can:
+        check_fp8_device("fp8_per_block")
+        return
+    with pytest.raises(
+        UserError, match=r"rollout\.vllm\.quantization=fp8_per_block.*8\.9"
+    ) as refused:
+        check_fp8_device("fp8_per_block")
+    assert "NVIDIA A100" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_host_that_is_too_small_is_named_in_one_line():

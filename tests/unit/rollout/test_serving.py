@@ -22,6 +22,7 @@ from megatron_dcpo.rollout import serving
 from megatron_dcpo.rollout.serving import EngineServer, server_command
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.training.run import longest_of
+from megatron_dcpo.weights.table import engine_weight_bytes
 from tests.helpers.paths import QUICKSTART
 
 # answers /health, and says which cores it has
@@ -173,10 +174,32 @@ def test_the_commands_of_a_launch() -> None:
         "the model's own defaults would bend the distribution that is trained on"
     )
     assert found["--hf-overrides"] == '{"head_dtype": "float32"}'
+    assert "--quantization" not in command
     with pytest.raises(
         UserError, match=r"--engines is for rollout\.engine=server, not transformers"
     ):
         server_command(load_config(QUICKSTART / "dcpo.yaml"), 1, 48)
+
+
+def test_a_server_is_told_to_quantize_and_has_room_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "host_memory_available", lambda: 8 << 20)
+    options = ["model.params_dtype=bf16", "objective.tis_level=token"]
+    plain = server_command(load_config(QUICKSTART / "async.yaml", options), 1, 48)
+    options.append("rollout.vllm.quantization=fp8_per_block")
+    config = load_config(QUICKSTART / "async.yaml", options)
+    for other in ("", "python server.py"):
+        found = dict(pairwise(server_command(config, 1, 48, other)))
+        assert found["--quantization"] == "fp8_per_block"
+    before, after = (
+        int(dict(pairwise(command))["--kv-cache-memory-bytes"])
+        for command in (plain, server_command(config, 1, 48))
+    )
+    arch = read_architecture(config.model.path)
+    assert after - before == engine_weight_bytes(arch, 2, None) - engine_weight_bytes(
+        arch, 2, "fp8_per_block"
+    )
 
 
 @pytest.mark.parametrize(

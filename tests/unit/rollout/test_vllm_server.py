@@ -160,6 +160,32 @@ def test_it_waits_for_a_limited_time(
         sample(tmp_path)
 
 
+@pytest.mark.parametrize("asked", [None, "fp8_per_block", "fp8_per_tensor"])
+@pytest.mark.parametrize("served", [None, "fp8_per_block", "fp8"])
+def test_a_server_has_the_quantization_of_the_configuration(
+    replies: dict[str, Any], tmp_path: Path, asked: str | None, served: str | None
+) -> None:
+    """As vLLM reports it; without one the policy would be sampled in another precision than the
+    rules have seen.
+    """
+    replies["/server_info?config_format=json"] = {
+        "vllm_config": {
+            "model_config": {"logprobs_mode": "processed_logprobs", "quantization": served}
+        }
+    }
+
+    def start() -> ServerEngine:
+        return ServerEngine(["http://server"], QUICKSTART / "policy", tmp_path, quantization=asked)
+
+    if asked == served or (asked, served) == ("fp8_per_tensor", "fp8"):
+        start()
+        return
+    with pytest.raises(UserError, match=r"rollout\.vllm\.quantization") as refused:
+        start()
+    assert (served or "unquantized") in str(refused.value)
+    assert (f"--quantization {asked}" in str(refused.value)) == (asked is not None)
+
+
 def test_a_cache_that_was_not_cleared_is_an_error(replies: dict[str, Any], tmp_path: Path) -> None:
     """vLLM answers with status 200 then too."""
     engine = ServerEngine(["http://server"], QUICKSTART / "policy", tmp_path)
