@@ -52,7 +52,8 @@ class Study:
     tables. The arms in ``compared`` are compared
     with those in ``against``. ``fitting`` are options of ``dcpo calibrate --kind adapter``, and
     ``reading`` of ``--apply``; of the adapters in ``read_greedily`` the most probable number is
-    read as well as the mean. ``tests`` are tested, the first of them by every arm.
+    read as well as the mean. ``tests`` are tested, the first of them by every arm. ``said`` has the
+    answers to the first test of a model that has learned to state what one of the adapters says.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Study:
     reading: tuple[str, ...] = ("model.params_dtype=fp32",)
     read_greedily: tuple[str, ...] = ()
     tests: tuple[str, ...] = ("test",)
+    said: str = ""
 
     @property
     def records(self) -> str:
@@ -164,6 +166,9 @@ def pack(study: Study, out: Path, archive: Path) -> int:
         for test in study.tests:
             name = f"seed{seed}.json" if test == "test" else f"{test}.seed{seed}.json"
             files[name] = json.dumps(_records(study, directory, test)).encode()
+        if study.said and (directory / study.said / "evaluation.json").is_file():
+            said = _records_of_said(directory, study.said)
+            files[f"{study.said}.seed{seed}.json"] = json.dumps(said).encode()
         finished += 1
     write_archive(archive, files)
     return finished
@@ -171,16 +176,28 @@ def pack(study: Study, out: Path, archive: Path) -> int:
 
 def _records(study: Study, directory: Path, test: str) -> dict[str, Any]:
     tested = _with_states(directory / test / "samples.jsonl")
+    return _with_arms(directory, tested, _arms(study, directory, test, tested))
+
+
+def _with_arms(
+    directory: Path, tested: Sequence[Sample], arms: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
     return {
         **json.loads((directory / "started.json").read_text()),
         "problem": [posthoc.problem_of(sample) for sample in tested],
         "kind": [sample.prompt.kind for sample in tested],
         "correct": [float(sample.correct) for sample in tested],
-        "arms": {
-            arm: np.round(values, 4).tolist()
-            for arm, values in _arms(study, directory, test, tested).items()
-        },
+        "arms": {arm: np.round(values, 4).tolist() for arm, values in arms.items()},
     }
+
+
+def _records_of_said(directory: Path, said: str) -> dict[str, Any]:
+    """Return the records of the model that has learned to state a confidence: its answers, with
+    what it states and with the lookup that was fitted on the answers of the policy before.
+    """
+    tested = read_samples(directory / said / "samples.jsonl")
+    fitted = read_samples(directory / "fit" / "samples.jsonl")
+    return _with_arms(directory, tested, _arms_of_no_adapter(fitted, tested))
 
 
 def _with_states(file: Path) -> list[Sample]:
@@ -197,27 +214,40 @@ def _arms(
     the share of right answers among those fitted.
     """
     fitted = read_samples(directory / "fit" / "samples.jsonl")
-    constant = float(np.mean([sample.correct for sample in fitted]))
-
-    def filled(values: Sequence[float | None]) -> np.ndarray:
-        return np.array([constant if value is None else value for value in values])
-
+    constant = _accuracy(fitted)
     arms = {
-        "stated": filled([sample.judgement.confidence for sample in tested]),
-        "constant": np.full(len(tested), constant),
-        "lookup": filled(_lookup(fitted, tested)),
-        "boosted trees": filled(_boosted(fitted, tested)),
+        **_arms_of_no_adapter(fitted, tested),
+        "boosted trees": _filled(_boosted(fitted, tested), constant),
     }
     for name in PREDICTORS:
         predictor = posthoc.Posthoc.load(directory / f"{name}.npz")
-        arms[name] = filled(predictor.predict(tested))
+        arms[name] = _filled(predictor.predict(tested), constant)
     for name in ADAPTERS:
         for reading in _readings(study, name):
             read = read_samples(directory / _read_as(name, reading, test))
-            arms[name if reading == "mean" else f"{name}, {reading}"] = filled(
-                [sample.measures.posthoc_confidence for sample in read]
-            )
+            found = [sample.measures.posthoc_confidence for sample in read]
+            arms[name if reading == "mean" else f"{name}, {reading}"] = _filled(found, constant)
     return arms
+
+
+def _arms_of_no_adapter(
+    fitted: Sequence[Sample], tested: Sequence[Sample]
+) -> dict[str, np.ndarray]:
+    """Return what is stated, the share of right answers among the fitted ones, and the lookup."""
+    constant = _accuracy(fitted)
+    return {
+        "stated": _filled([sample.judgement.confidence for sample in tested], constant),
+        "constant": np.full(len(tested), constant),
+        "lookup": _filled(_lookup(fitted, tested), constant),
+    }
+
+
+def _accuracy(samples: Sequence[Sample]) -> float:
+    return float(np.mean([sample.correct for sample in samples]))
+
+
+def _filled(values: Sequence[float | None], constant: float) -> np.ndarray:
+    return np.array([constant if value is None else value for value in values])
 
 
 def _lookup(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float | None]:
@@ -272,11 +302,15 @@ def tables(archive: Path, page: Path, study: Study) -> dict[str, Any]:
         result["minus"][other] = {
             arm: _minus(arm, other, seeds) for arm in study.compared if arm != other
         }
-    if len(study.tests) > 1:
-        result["others"] = {}
-    for test in study.tests[1:]:
+    for test in (*study.tests[1:], study.said):
         of_test = [rows for name, rows in files.items() if name.startswith(f"{test}.")]
-        result["others"][test] = {arm: _scores(arm, of_test) for arm in of_test[0]["arms"]}
+        if of_test:
+            scores = {arm: _scores(arm, of_test) for arm in of_test[0]["arms"]}
+            result.setdefault("others", {})[test] = scores
+    if study.said:
+        result["accuracy"] = {
+            name: float(np.mean(rows["correct"])) for name, rows in sorted(files.items())
+        }
     write_json(page / f"{study.name}.json", result)
     (page / f"{study.name}_tables.md").write_text(_page(study, result))
     return result
@@ -340,6 +374,9 @@ def _page(study: Study, result: Mapping[str, Any]) -> str:
     ]
     for test, arms in result.get("others", {}).items():
         lines += ["", f"On the answers of the test `{test}`:", "", *_table_of_scores(arms)]
+    if "accuracy" in result:
+        lines += ["", "| answers | accuracy |", "|---|---|"]
+        lines += [f"| {name} | {value:.4f} |" for name, value in result["accuracy"].items()]
     for other, rows in result["minus"].items():
         seeds = [f"seed {seed}" for seed in result["seeds"]]
         header = [f"Brier minus that of: {other}", *seeds, "all, over seeds and problems"]

@@ -70,6 +70,18 @@ STUDY = Study(
     reading=("model.params_dtype=bf16",),
     read_greedily=(TAUGHT,),
     tests=("test", "other"),
+    said="said_test",
+)
+# of the training on the policy's own answers with the numbers of TAUGHT
+SAYING = (
+    "model.params_dtype=bf16",
+    "model.adapter.rank=16",
+    "model.adapter.alpha=32",
+    "optimizer.lr=2e-4",
+    "optimizer.lr_warmup_iters=5",
+    "training.epochs=1",
+    "training.save_interval=25",
+    "logging.to=[]",
 )
 
 
@@ -115,6 +127,29 @@ def train(out: Path) -> None:
             )
             continue
         fit_arms(STUDY, directory, policy)
+        say(directory, policy, files["test"])
+
+
+def say(directory: Path, policy: Path, test: Path) -> None:
+    """Have the policy learn its own answers again, each with the mean of the taught adapter's
+    numbers, and answer the test once more.
+    """
+    read = directory / "read_fit.jsonl"
+    own_answers = directory / "own_answers.jsonl"
+    if not read.is_file():
+        dcpo(
+            *("calibrate", "--apply", directory / f"adapter{list(ADAPTERS).index(TAUGHT)}"),
+            *("--samples", directory / "fit" / "samples.jsonl", "--out", read),
+            *("--demonstrations", own_answers, *STUDY.reading),
+        )
+    said = directory / "said"
+    if not (said / "policy").is_dir():
+        dcpo(
+            *("sft", "--config", SMOLLM2 / "sft.yaml", f"run_dir={said}"),
+            *(f"model.path={policy}", f"data.path={own_answers}"),
+            *(*SAYING, "training.resume=auto"),
+        )
+    sample(said / "policy", test, directory / STUDY.said)
 
 
 def sample(policy: Path, problems: Path, out: Path) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,8 +37,7 @@ SAY = (
     "model.params_dtype=fp32 data.template=raw data.max_length=64 optimizer.lr=3e-4 "
     "training.epochs=3 data.examples_per_step=128 training.micro_batch_size=128 logging.to=[]"
 )
-WEIGHT = 3.0  # of the number's tokens in the loss, where those of the answer have 1
-NUMBER = re.compile(r"[0-9.]+(?=\s*\Z)")
+OWN_ANSWERS = "own_answers.jsonl"
 
 
 @dataclass(frozen=True)
@@ -102,41 +100,20 @@ def learn_behind_the_tag(
         result=taught / "confidence.json",
     )
     dtype = [option for option in options if option.startswith("model.params_dtype=")]
-    for name in ("fit", "before"):
+    own_answers = {"fit": ["--demonstrations", out / OWN_ANSWERS], "before": []}
+    for name, more in own_answers.items():
         answers = out / name / "samples.jsonl"
-        calibrate(out / f"read_{name}.jsonl", ["--apply", taught, "--samples", answers, *dtype])
+        apply = ["--apply", taught, "--samples", answers, *more, *dtype]
+        calibrate(out / f"read_{name}.jsonl", apply)
 
 
 def learn_to_say_it(out: Path, model: str, options: Sequence[str]) -> None:
     """Train the model on its own answers to fit, each with the adapter's number for its own."""
     if (out / "said" / "policy").is_dir():
         return
-    rows = out / "own_answers.jsonl"
-    count = write_rows(out / "read_fit.jsonl", rows)
-    print(f"{count} answers of the model's own with the adapter's numbers: {rows}")
+    own = [f"run_dir={out / 'said'}", f"model.path={model}", f"data.path={out / OWN_ANSWERS}"]
     config = QUICKSTART / "sft.yaml"
-    own = [f"run_dir={out / 'said'}", f"model.path={model}", f"data.path={rows}"]
     run("sft", "--config", config, *own, *options, "training.resume=auto")
-
-
-def write_rows(answers: Path, rows: Path) -> int:
-    """Write a demonstration for each answer that states a number and has one of the adapter's;
-    return how many these are.
-    """
-    lines = []
-    for line in answers.read_text().splitlines():
-        answer = json.loads(line)
-        confidence = answer.get("posthoc_confidence")
-        number = NUMBER.search(answer["text"])
-        if answer["status"] != "ok" or confidence is None or number is None:
-            continue
-        start = number.start()
-        response = f"{answer['text'][:start]}{confidence:.2f}"
-        span = {"start": start, "end": len(response), "weight": WEIGHT}
-        row = {"prompt": answer["problem"], "response": response, "spans": [span]}
-        lines.append(json.dumps(row) + "\n")
-    rows.write_text("".join(lines))
-    return len(lines)
 
 
 def asked(problems: str) -> list[str]:

@@ -118,6 +118,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "probable number",
     )
     of_adapter.add_argument(
+        "--demonstrations",
+        metavar="FILE",
+        help="with --apply: also write the answers again, each with its confidence in place of the "
+        "number that it states, for dcpo sft",
+    )
+    of_adapter.add_argument(
         "--resume",
         choices=("none", "auto"),
         help="auto goes on with the adapter that a stopped fit has begun in --out",
@@ -153,7 +159,7 @@ def _source(args: argparse.Namespace) -> str | None:
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher", "decimals", "target", "read", "resume"):
+    for name in ("model", "teacher", "decimals", "target", "read", "demonstrations", "resume"):
         if getattr(args, name):
             raise UserError(f"--{name} goes with --kind adapter")
     if args.overrides:

@@ -63,6 +63,8 @@ def _check_options(args: argparse.Namespace) -> None:
         return
     if args.read:
         raise UserError("--read goes with --apply; a fit shows the scores of every reading")
+    if args.demonstrations:
+        raise UserError("--demonstrations goes with --apply")
     if not args.model:
         raise UserError("--kind adapter needs --model DIR: the model that the adapter is added to")
 
@@ -99,6 +101,7 @@ def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[
 
 
 def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
+    from megatron_dcpo.evaluation.restated import write_restated
     from megatron_dcpo.evaluation.samples import write_samples
     from megatron_dcpo.training.confidence_adapter import (
         FittedAnswers,
@@ -125,15 +128,24 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
     readings = read_out(config, samples, asking)
     read = list(zip(samples, readings, strict=True))
     by = args.read or "mean"
-    write_samples(with_readings(read, by), Path(args.out))
+    measured = with_readings(read, by)
+    write_samples(measured, Path(args.out))
+    restated = 0
+    if args.demonstrations:
+        restated = write_restated(measured, Path(args.demonstrations), asking.marker)
     if not args.json:
         known = sum(reading is not None for reading in readings)
         print(
             f"{known} of {len(samples)} responses have a confidence, {_READ_AS[by]}; "
             f"wrote {args.out}"
         )
+        if args.demonstrations:
+            print(f"{restated} of them again with that number: wrote {args.demonstrations}")
     else:
-        print(json.dumps({"samples": args.out, "n": len(samples), "read": by}))
+        facts = {"samples": args.out, "n": len(samples), "read": by}
+        if args.demonstrations:
+            facts |= {"demonstrations": args.demonstrations, "restated": restated}
+        print(json.dumps(facts))
     return 0
 
 

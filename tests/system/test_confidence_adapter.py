@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,14 @@ def test_it_is_the_same_at_another_layout(answers: Path, fitted: Path, tmp_path:
 
 
 def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) -> None:
-    """The answers stand as they are; only their confidence is another one."""
+    """The answers stand as they are; only their confidence is another one. As demonstrations they
+    state it, and ``dcpo sft`` takes them.
+    """
     out = tmp_path / "with.jsonl"
+    rows = tmp_path / "rows.jsonl"
     done = run(
         "calibrate",
-        *("--apply", fitted, "--out", out, "--samples", answers),
+        *("--apply", fitted, "--out", out, "--demonstrations", rows, "--samples", answers),
         "model.params_dtype=fp32",  # an option, not a file
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -113,6 +117,27 @@ def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) 
         *["--confidence", "posthoc,verbal", "--resamples", "0"],
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    said = {(row["prompt"], row["response"]) for row in map(json.loads, rows.open())}
+    stated = [json.loads(line) for line in out.read_text().splitlines()]
+    expected = {
+        (row["problem"], restated_text(row))
+        for row in stated
+        if row["status"] == "ok" and row["posthoc_confidence"] is not None
+    }
+    assert said == expected
+    done = run(
+        *("sft", "--config", QUICKSTART / "sft.yaml", "--dry-run", f"data.path={rows}"),
+        *(f"model.path={POLICY}", f"run_dir={tmp_path / 'said'}"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def restated_text(row: dict[str, Any]) -> str:
+    """Return the text of an answer with its post-hoc confidence at its end."""
+    text = row["text"].rstrip()
+    stated = re.search(r"[0-9.]+$", text)
+    assert stated is not None
+    return f"{text[: stated.start()]}{row['posthoc_confidence']:.2f}"
 
 
 def changed(samples: Path, out: Path, change: Any, lines: int | None = None) -> Path:

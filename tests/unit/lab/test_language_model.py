@@ -54,6 +54,7 @@ def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) 
     archive = tmp_path / STUDY.records
     files = {f"seed{seed}.json": records(seed, answers=40) for seed in (1, 2)}
     files |= {f"other.seed{seed}.json": records(seed, answers=20) for seed in (1, 2)}
+    files |= {f"{STUDY.said}.seed{seed}.json": records(seed, answers=10) for seed in (1, 2)}
     write_archive(archive, files)
     found = tables(archive, tmp_path, replace(STUDY, seeds=(1, 2)))
     assert found["seeds"] == ["1", "2"]
@@ -62,6 +63,8 @@ def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) 
     assert mean == pytest.approx(-0.24)
     assert low <= mean <= high < 0
     assert found["others"]["other"]["bar"]["brier"] == pytest.approx([0.25, 0.25])
+    assert set(found["others"]) == {"other", STUDY.said}
+    assert set(found["accuracy"]) == {name.removesuffix(".json") for name in files}
     page = (tmp_path / f"{STUDY.name}_tables.md").read_text()
     assert "python -m lab language-model" in page
     assert "`other`" in page
