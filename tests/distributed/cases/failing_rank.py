@@ -15,7 +15,7 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine
 def run(options: dict[str, Any]) -> None:
     whole, rollouts = VllmEngine._steps, 0
 
-    def failing_run(engine: VllmEngine, *arguments: Any) -> Any:
+    def failing_run(engine: VllmEngine, **arguments: Any) -> Any:
         nonlocal rollouts
         rollouts += 1
         step, steps = engine.llm.llm_engine.step, 0
@@ -29,7 +29,7 @@ def run(options: dict[str, Any]) -> None:
 
         engine.llm.llm_engine.step = failing_step
         try:
-            yield from whole(engine, *arguments)
+            yield from whole(engine, **arguments)
         finally:
             engine.llm.llm_engine.step = step
 
