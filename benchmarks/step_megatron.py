@@ -116,9 +116,8 @@ class Plain:
         import torch
 
         count = weights.shape[1]
-        logits = self.model(input_ids=tokens, attention_mask=mask, logits_to_keep=count + 1).logits[
-            :, :-1
-        ]
+        outputs = self.model(input_ids=tokens, attention_mask=mask, logits_to_keep=count + 1)
+        logits = outputs.logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(-1, tokens[:, -count:, None])[..., 0]
         ratio = (logprobs - logprobs.detach()).exp()
         (-(ratio * weights).sum()).backward()

@@ -76,27 +76,21 @@ def _parser() -> argparse.ArgumentParser:
     own = verbs.add_parser(
         "adapter", help="a confidence with parameters of its own against the bar: its tables"
     )
-    own.add_argument(
-        "--train", action="store_true", help="first train, sample and fit; finished parts are kept"
-    )
-    own.add_argument(
-        "--grid",
-        type=Path,
-        default=Path("runs/adapter_study"),
-        help="where the runs are (default: %(default)s)",
-    )
     language = verbs.add_parser(
         "language-model", help="what policies of SmolLM2-135M state of what they know: its tables"
     )
-    language.add_argument(
-        "--train", action="store_true", help="first train, sample and fit; finished parts are kept"
-    )
-    language.add_argument(
-        "--grid",
-        type=Path,
-        default=Path("runs/language_model"),
-        help="where the runs are (default: %(default)s)",
-    )
+    for verb, runs in ((own, "runs/adapter_study"), (language, "runs/language_model")):
+        verb.add_argument(
+            "--train",
+            action="store_true",
+            help="first train, sample and fit; finished parts are kept",
+        )
+        verb.add_argument(
+            "--grid",
+            type=Path,
+            default=Path(runs),
+            help="where the runs are (default: %(default)s)",
+        )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )

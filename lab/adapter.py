@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lab.confidences import ADAPTERS, SHUFFLED, Study, dcpo, fit_arms, note_start
+from lab.confidences import ADAPTERS, SHUFFLED, Study, answer, fit_arms, note_start, trained
 from lab.testgrid import REPOSITORY
 
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
@@ -55,21 +55,9 @@ def train(out: Path) -> None:
     for seed in AGAIN.seeds:
         directory = out / f"seed{seed}"
         note_start(directory)
-        policy = directory / "grpo" / "policy"
-        if not policy.is_dir():
-            dcpo(
-                "train",
-                *("--config", QUICKSTART / "grpo.yaml", f"run_dir={directory / 'grpo'}"),
-                *(f"seed={seed}", "logging.to=[]", "training.resume=auto"),
-                "training.gradient_probe_interval=0",
-            )
+        options = (f"seed={seed}", "training.gradient_probe_interval=0")
+        policy = trained("train", QUICKSTART / "grpo.yaml", directory / "grpo", options)
         for name, file, repeats in (("fit", TRAIN, 4), ("test", HELD_OUT, 8)):
-            if not (directory / name / "evaluation.json").is_file():
-                dcpo(
-                    "evaluate",
-                    *("--model", policy, "--out", directory / name),
-                    *("--benchmarks", f"{name}={file}", "--repeats", repeats),
-                    *(*SAMPLING.split(), "--resamples", 0, "--batch-size", 256),
-                    *("--keep", "states"),
-                )
+            sampling = (*SAMPLING.split(), "--repeats", repeats, "--batch-size", 256)
+            answer(policy, file, directory / name, sampling)
         fit_arms(AGAIN, directory, policy)

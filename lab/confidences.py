@@ -82,6 +82,24 @@ def note_start(directory: Path) -> None:
         path.write_text(json.dumps({"commit": commit(), "started": now}))
 
 
+def trained(verb: str, config: Path, run_dir: Path, options: Sequence[object]) -> Path:
+    """Train by a verb of dcpo, unless that is done; return the directory of the policy."""
+    policy = run_dir / "policy"
+    if not policy.is_dir():
+        own = (f"run_dir={run_dir}", "training.resume=auto", "logging.to=[]")
+        dcpo(verb, "--config", config, *options, *own)
+    return policy
+
+
+def answer(policy: Path, problems: Path, out: Path, options: Sequence[object]) -> None:
+    """Have a policy answer problems, unless that is done; log-probs and states are kept."""
+    if not (out / "evaluation.json").is_file():
+        dcpo(
+            *("evaluate", "--model", policy, "--benchmarks", f"{out.name}={problems}"),
+            *("--out", out, "--keep", "states", "--resamples", 0, *options),
+        )
+
+
 def fit_arms(study: Study, directory: Path, policy: Path) -> None:
     """Fit the arms of a study on the answers of a policy, and read them; finished parts are
     kept.

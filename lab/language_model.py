@@ -15,7 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.confidences import ADAPTERS, SHUFFLED, Study, dcpo, fit_arms, note_start
+from lab.confidences import (
+    ADAPTERS,
+    SHUFFLED,
+    Study,
+    answer,
+    dcpo,
+    fit_arms,
+    note_start,
+    trained,
+)
 from lab.testgrid import REPOSITORY
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample, read_samples
@@ -39,7 +48,11 @@ REINFORCE = (
     "training.save_interval=5",
     "training.keep_checkpoints=1",
     "evaluation.interval=0",
-    "logging.to=[]",
+)
+SAMPLING = (
+    *("--template", "chat", "--repeats", 1, "--max-tokens", 72, "--batch-size", 64),
+    *("--temperature", 1.0, "--top-p", 1.0, "--top-k", 0),
+    "model.params_dtype=bf16",
 )
 STUDY = Study(
     name="language_model",
@@ -81,7 +94,6 @@ SAYING = (
     "optimizer.lr_warmup_iters=5",
     "training.epochs=1",
     "training.save_interval=25",
-    "logging.to=[]",
 )
 
 
@@ -106,20 +118,15 @@ def train(out: Path) -> None:
     if not start.is_dir():
         raise UserError(f"{start} is missing: docs/lab/language_model.md has the warm start")
     files = write_problems(out / "data", out / "problems")
-    sample(start, files["test"], out / "before")
+    answer(start, files["test"], out / "before", SAMPLING)
     before = accuracy_in_sums(read_samples(out / "before" / "samples.jsonl"))
     for seed in STUDY.seeds:
         directory = out / f"seed{seed}"
         note_start(directory)
-        policy = directory / "grpo" / "policy"
-        if not policy.is_dir():
-            dcpo(
-                *("train", "--config", SMOLLM2 / "grpo.yaml", f"run_dir={directory / 'grpo'}"),
-                *(f"model.path={start}", f"data.path={files['reinforce']}", f"seed={seed}"),
-                *(*REINFORCE, "training.resume=auto"),
-            )
+        options = (f"model.path={start}", f"data.path={files['reinforce']}", f"seed={seed}")
+        policy = trained("train", SMOLLM2 / "grpo.yaml", directory / "grpo", (*options, *REINFORCE))
         for name in ("fit", "test", "other"):
-            sample(policy, files[name], directory / name)
+            answer(policy, files[name], directory / name, SAMPLING)
         after = accuracy_in_sums(read_samples(directory / "test" / "samples.jsonl"))
         if after < before - MAY_FALL:
             logger.warning(
@@ -142,26 +149,9 @@ def say(directory: Path, policy: Path, test: Path) -> None:
             *("--samples", directory / "fit" / "samples.jsonl", "--out", read),
             *("--demonstrations", own_answers, *STUDY.reading),
         )
-    said = directory / "said"
-    if not (said / "policy").is_dir():
-        dcpo(
-            *("sft", "--config", SMOLLM2 / "sft.yaml", f"run_dir={said}"),
-            *(f"model.path={policy}", f"data.path={own_answers}"),
-            *(*SAYING, "training.resume=auto"),
-        )
-    sample(said / "policy", test, directory / STUDY.said)
-
-
-def sample(policy: Path, problems: Path, out: Path) -> None:
-    """Answer every problem once at temperature 1, if that is not done."""
-    if not (out / "evaluation.json").is_file():
-        dcpo(
-            *("evaluate", "--model", policy, "--out", out, "--keep", "states"),
-            *("--benchmarks", f"{out.name}={problems}", "--repeats", 1),
-            *("--template", "chat", "--max-tokens", 72, "--resamples", 0, "--batch-size", 64),
-            *("--temperature", 1.0, "--top-p", 1.0, "--top-k", 0),
-            "model.params_dtype=bf16",
-        )
+    options = (f"model.path={policy}", f"data.path={own_answers}", *SAYING)
+    said = trained("sft", SMOLLM2 / "sft.yaml", directory / "said", options)
+    answer(said, test, directory / STUDY.said, SAMPLING)
 
 
 def accuracy_in_sums(samples: Sequence[Sample]) -> float:

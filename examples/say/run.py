@@ -100,11 +100,10 @@ def learn_behind_the_tag(
         result=taught / "confidence.json",
     )
     dtype = [option for option in options if option.startswith("model.params_dtype=")]
-    own_answers = {"fit": ["--demonstrations", out / OWN_ANSWERS], "before": []}
-    for name, more in own_answers.items():
-        answers = out / name / "samples.jsonl"
-        apply = ["--apply", taught, "--samples", answers, *more, *dtype]
-        calibrate(out / f"read_{name}.jsonl", apply)
+    rows = ["--demonstrations", out / OWN_ANSWERS]
+    calibrate(out / "read_fit.jsonl", ["--apply", taught, *rows, "--samples", samples, *dtype])
+    before = out / "before" / "samples.jsonl"
+    calibrate(out / "read_before.jsonl", ["--apply", taught, "--samples", before, *dtype])
 
 
 def learn_to_say_it(out: Path, model: str, options: Sequence[str]) -> None:

@@ -129,10 +129,10 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
     read = list(zip(samples, readings, strict=True))
     by = args.read or "mean"
     measured = with_readings(read, by)
-    write_samples(measured, Path(args.out))
     restated = 0
     if args.demonstrations:
         restated = write_restated(measured, Path(args.demonstrations), asking.marker)
+    write_samples(measured, Path(args.out))
     if not args.json:
         known = sum(reading is not None for reading in readings)
         print(

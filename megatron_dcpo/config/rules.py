@@ -821,7 +821,7 @@ def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Problem:
 
 @rule("train with model")
 def fp8_rollouts_are_of_plain_layers(config: Config, model: ModelShape) -> Problem:
-    """An update of experts in FP8, or of gated delta nets beside it, has not been tried."""
+    """Updates in FP8 of models with experts or gated delta nets have not been tried."""
     quantization = config.rollout.quantization
     if not quantization or not (model.num_experts or model.delta_net is not None):
         return None

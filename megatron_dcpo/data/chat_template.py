@@ -48,6 +48,8 @@ END_TOKENS = (
 )
 _IS_MARKUP = re.compile(r"[<\[|#]")
 _RAW = "data.template=raw takes a prompt as it is"
+# The last tokens of a prompt, which may open the thinking, or end it as Qwen3's "off" does.
+PROMPT_TOKENS = 32
 # what opens and ends the thinking: Qwen3, DeepSeek-R1 and GLM-4.5; Magistral; Seed-OSS
 THINKING = (
     ("<think>", "</think>"),
@@ -266,8 +268,8 @@ def markup_in(
     return next((one for one in openings if text.lstrip().startswith(one)), None)
 
 
-def foreign_end(text: str) -> str | None:
-    """Return the end token of another model with which a response ends, None if there is none."""
+def end_token_of(text: str) -> str | None:
+    """Return the end token, of any model, with which a text ends, None if there is none."""
     return next((end for end in END_TOKENS if text.rstrip().endswith(end)), None)
 
 

@@ -26,8 +26,9 @@ import numpy as np
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.chat_template import (
+    PROMPT_TOKENS,
     ChatSwitches,
-    foreign_end,
+    end_token_of,
     markup_in,
     opened_in_prompt,
     split_end,
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# the last tokens of a prompt, which may open the thinking or end it
-_PROMPT_TOKENS = 32
 _EARLIER_TURNS = (
     "chats have earlier turns of the assistant, which belong to the prompt: only the last turn is "
     "trained"
@@ -171,7 +170,7 @@ def _tokenized(
         text, end_token = _response(conversation, messages, tokenizer, options.template, switches)
         first = 0
         if conversation.answer is None and prompts.find_template(options.template).chat:
-            end_of_prompt = tokenizer.decode(prompt_ids[-_PROMPT_TOKENS:])
+            end_of_prompt = tokenizer.decode(prompt_ids[-PROMPT_TOKENS:])
             first = opened_in_prompt(str(end_of_prompt), text)
     except prompts.PromptError as error:
         raise UserError(f"{path}: row {number}: {error}") from error
@@ -233,7 +232,7 @@ def _response(
             f"the response holds {token!r:.40}, which the chat template writes around a turn; give "
             "the chat as messages, or use data.template=raw"
         )
-    end_of_others = foreign_end(text) if is_chat else None
+    end_of_others = end_token_of(text) if is_chat else None
     if end_of_others:
         raise prompts.PromptError(
             f"the response ends with {end_of_others!r}, the end token of another model, which "

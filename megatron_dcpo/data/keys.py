@@ -68,6 +68,11 @@ def is_media(key: str) -> bool:
     return _MEDIA.fullmatch(key.lower()) is not None
 
 
+def holds_media(key: str, value: object) -> bool:
+    """Return whether a key that :func:`is_media` has a value; false says that there is none."""
+    return is_media(key) and value is not False and not is_empty(value)
+
+
 def is_empty(value: object) -> bool:
     """Return whether a value says nothing: null, NaN, an empty text, list or object, or an object
     in which every value is one of these, as a table has it where other rows have one.
@@ -121,7 +126,7 @@ class Unread:
             if key in taken or is_empty(value) or keys.is_known(str(key)):
                 continue
             remedy = keys.refused.get(str(key).lower())
-            if remedy is None and is_media(str(key)) and value is not False:
+            if remedy is None and holds_media(str(key), value):
                 remedy = "only text is read; remove the rows that have it"
             if remedy is not None:
                 raise UserError(

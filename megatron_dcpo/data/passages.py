@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.keys import is_empty, is_media
+from megatron_dcpo.data.keys import holds_media, is_empty
 from megatron_dcpo.errors import UserError
 
 PASSAGE_COLUMNS = (
@@ -89,10 +89,7 @@ def has_media(row: Row) -> bool:
     """Return whether a row has an image, a video or an audio recording, without which a question
     is another one.
     """
-    return any(
-        is_media(str(column)) and value is not False and not is_empty(value)
-        for column, value in row.items()
-    )
+    return any(holds_media(str(column), value) for column, value in row.items())
 
 
 def _words(text: str) -> str:

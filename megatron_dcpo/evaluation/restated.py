@@ -13,12 +13,12 @@ from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.confidence import number_span
 from megatron_dcpo.runtime.files import write_atomically
 
-# What the tokens of the number count in the loss, where those of the answer count 1. The answer is
-# learned too: it is the model's own, and learning it keeps it.
+# The weight of the number's tokens in the loss. The answer's tokens have 1: they are learned too,
+# since learning what the model itself has written keeps it.
 NUMBER_WEIGHT = 3.0
 
 
-def restated(sample: Sample, marker: str, decimals: int = 2) -> dict[str, Any] | None:
+def restated(sample: Sample, marker: str) -> dict[str, Any] | None:
     """Return a demonstration (``prompt``, ``response``, ``spans``) of a sample whose number is its
     ``posthoc_confidence``; None if it has none, or states none in the form that is read.
     """
@@ -27,7 +27,7 @@ def restated(sample: Sample, marker: str, decimals: int = 2) -> dict[str, Any] |
     if confidence is None or text is None or sample.judgement.status != "ok":
         return None
     begin, end = number_span(text, marker)
-    number = f"{confidence:.{decimals}f}"
+    number = f"{confidence:.2f}"
     span = {"start": begin, "end": begin + len(number), "weight": NUMBER_WEIGHT}
     return {
         "prompt": sample.prompt.problem,

@@ -16,9 +16,6 @@ from megatron_dcpo.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The last tokens of a prompt, which may open the thinking, or end it as Qwen3's "off" does.
-PROMPT_TOKENS = 32
-
 
 class ThinkingTags(NamedTuple):
     """The text of the tokens that open and end the thinking."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.rollout.engine import EngineError
-from megatron_dcpo.weights.packed import CALL_BYTES, MESSAGE_BYTES, WORKER_STREAMS, cut
+from megatron_dcpo.weights.packed import CALL_BYTES, MESSAGE_BYTES, WORKER_STREAMS, groups
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT
 
@@ -50,33 +50,19 @@ def in_calls(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
     each then begins at a multiple of its element's size in its message, as the workers' views of it
     need.
     """
-    call: dict[str, Tensor] = {}
-    nbytes = 0
-    for name, tensor in tensors:
-        call[name] = tensor
-        nbytes += tensor.nbytes
-        if nbytes > CALL_BYTES:
-            yield _widest_first(call)
-            call = {}
-            nbytes = 0
-    if call:
-        yield _widest_first(call)
-
-
-def _widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    for call in groups(tensors, lambda named: named[1].nbytes, CALL_BYTES):
+        call.sort(key=lambda named: -named[1].element_size())
+        yield dict(call)
+        call.clear()  # their memory is free before the next ones come
 
 
 def packed(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the messages of a call, uint8 [bytes]. A message of one tensor is a view of it."""
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
-    messages = []
-    first = 0
-    for count in cut([part.numel() for part in flat], MESSAGE_BYTES):
-        parts = flat[first : first + count]
-        messages.append(parts[0] if count == 1 else torch.cat(parts))
-        first += count
-    return messages
+    return [
+        parts[0] if len(parts) == 1 else torch.cat(parts)
+        for parts in groups(flat, torch.numel, MESSAGE_BYTES)
+    ]
 
 
 def connection(group: Mapping[str, Any]) -> dict[str, Any]:

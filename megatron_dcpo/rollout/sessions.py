@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.judging.thinking import PROMPT_TOKENS
+from megatron_dcpo.data.chat_template import PROMPT_TOKENS
 from megatron_dcpo.rollout.chat_messages import (
     Message,
     MessageError,

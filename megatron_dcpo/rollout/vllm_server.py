@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -57,6 +57,8 @@ from megatron_dcpo.types import Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, in_parts, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes
+
+T = TypeVar("T")
 
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 _REFUSED_SECONDS = 2.0  # time for a server to reject the transfer
@@ -198,9 +200,9 @@ class ServerEngine(Engine):
         self.weights_version = version
 
     def _over_nccl(self, buckets: Iterable[Sequence[WeightSlice]]) -> None:
-        """Broadcast every tensor to the workers of all servers, of each in a group of its own, at
-        the same time. Raises :class:`EngineError`; all groups are then given up, and the next
-        update makes others.
+        """Broadcast every tensor to the workers of all servers at the same time, in a group for
+        each server. Raises :class:`EngineError`; all groups are then given up, and the next update
+        makes others.
         """
         shapes = hf_shapes(self.arch)
         try:
@@ -211,23 +213,14 @@ class ServerEngine(Engine):
                 messages = packed(call)
                 synchronize()  # the messages are packed before other threads send them
                 send = partial(_Nccl.send, told=described(call), messages=messages)
-                self._at_every_server(send)
+                _at_the_same_time(send, self.links)
                 call.clear()  # their memory is free before the next ones come
                 messages.clear()
-            self._at_every_server(_Nccl.finish)
+            _at_the_same_time(_Nccl.finish, self.links)
         except EngineError:
             for link in self.links:
                 link.give_up()
             raise
-
-    def _at_every_server(self, act: Callable[[_Nccl], None]) -> None:
-        """Have ``act`` done for all servers at the same time. When it fails for one, the others are
-        waited for before the error is raised, so that none is left in a broadcast.
-        """
-        with ThreadPoolExecutor(len(self.links)) as pool:
-            pending = [pool.submit(act, link) for link in self.links]
-        for done in pending:
-            done.result()
 
     def _through_files(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Write the weights once, and have every server read them, all at the same time."""
@@ -235,10 +228,7 @@ class ServerEngine(Engine):
         directory = self.exchange.absolute() / f"version_{version}"
         self._write(buckets, directory)
         try:
-            with ThreadPoolExecutor(len(self.servers)) as pool:
-                pending = [pool.submit(server.reload, directory) for server in self.servers]
-            for answer in pending:
-                answer.result()
+            _at_the_same_time(lambda server: server.reload(directory), self.servers)
         finally:
             for older in set(directory.parent.glob("version_*")) - {directory}:
                 shutil.rmtree(older, ignore_errors=True)
@@ -389,6 +379,16 @@ def _next(done: queue.SimpleQueue[Future[Response]]) -> Future[Response]:
             raise RolloutAbandoned
         with suppress(queue.Empty):
             return done.get(timeout=_LOOK_SECONDS)
+
+
+def _at_the_same_time(act: Callable[[T], object], servers: Sequence[T]) -> None:
+    """Have ``act`` done for all servers at the same time. When it fails for one, the others are
+    waited for before the error is raised, so that none is left in a broadcast.
+    """
+    with ThreadPoolExecutor(len(servers)) as pool:
+        pending = [pool.submit(act, server) for server in servers]
+    for done in pending:
+        done.result()
 
 
 @dataclass

@@ -158,8 +158,9 @@ def synchronize() -> None:
 
 @contextlib.contextmanager
 def own_stream() -> Iterator[None]:
-    """Have what a thread puts on the device inside the block run beside what other threads put
-    there. Waits for it at the end of the block, unless the block raises. Does nothing on the CPU.
+    """Have what a thread puts on the device inside the block run at the same time as what other
+    threads put there. Waits for it at the end of the block, unless the block raises. Does nothing
+    on the CPU.
     """
     if not has_cuda():
         yield

@@ -10,13 +10,16 @@ tensor is not cut. The workers find the ends by the same rule, and nothing else 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.weights.table import EMBEDDING, hf_shapes, is_constant
 
-# large enough for the wire, and little beside a worker's weights
+T = TypeVar("T")
+
+# large enough for the wire, and small next to a worker's weights
 MESSAGE_BYTES = 128 * 2**20
 # Streams of a worker, which take messages in turns. With two, vLLM 0.32.0 may receive a message
 # into memory from which the other stream still loads a layer that came in several messages.
@@ -26,21 +29,21 @@ CALL_BYTES = 4 * MESSAGE_BYTES
 _CONSTANT_BYTES = 4  # of a number of the model's constants, which are fp32
 
 
-def cut(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return how many of the consecutive tensors of ``sizes`` bytes are together, where each group
-    ends with the tensor by which it has more than ``limit`` bytes, or with the last one.
+def groups(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield the consecutive items that are together: a group ends with the item by which it has
+    more than ``limit`` bytes, or with the last one.
     """
-    counts = []
-    count = nbytes = 0
-    for size in sizes:
-        count += 1
-        nbytes += size
+    group: list[T] = []
+    nbytes = 0
+    for item in items:
+        group.append(item)
+        nbytes += nbytes_of(item)
         if nbytes > limit:
-            counts.append(count)
-            count = nbytes = 0
-    if count:
-        counts.append(count)
-    return counts
+            yield group
+            group = []
+            nbytes = 0
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,11 @@ def broadcasts(
     its tensors are complete in the order of the model. With ``message_bytes`` 0 every tensor is a
     message of its own.
     """
-    sizes = _sizes(arch, itemsize)
     messages = []
     calls = 0
-    for tensors in cut(sizes, call_bytes):
+    for call in groups(_sizes(arch, itemsize), int, call_bytes):
         calls += 1
-        of_call, sizes = sizes[:tensors], sizes[tensors:]
-        for count in cut(of_call, message_bytes):
-            messages.append(sum(of_call[:count]))
-            of_call = of_call[count:]
+        messages += [sum(message) for message in groups(call, int, message_bytes)]
     return Broadcasts(
         calls=calls, messages=len(messages), nbytes=sum(messages), largest=max(messages)
     )

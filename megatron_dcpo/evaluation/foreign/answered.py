@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dcpo.data.chat_template import END_TOKENS
+from megatron_dcpo.data.chat_template import end_token_of
 from megatron_dcpo.errors import UserError
 
 # Inspect's letters as its value_to_float reads them (P is partial, N no answer), and words
@@ -61,10 +61,8 @@ def verdict(value: object, where: str) -> float:
 
 def without_end_token(text: str) -> str:
     """Return a response without the end tokens of its turn, if a log has kept them."""
-    bare = text.rstrip()
-    while bare.endswith(END_TOKENS):
-        token = next(token for token in END_TOKENS if bare.endswith(token))
-        text = bare = bare.removesuffix(token).rstrip()
+    while (token := end_token_of(text)) is not None:
+        text = text.rstrip().removesuffix(token).rstrip()
     return text
 
 

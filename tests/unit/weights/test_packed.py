@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megatron_dcpo.planning.plan import architecture_of
-from megatron_dcpo.weights.packed import MESSAGE_BYTES, Broadcasts, broadcasts, cut
+from megatron_dcpo.weights.packed import MESSAGE_BYTES, Broadcasts, broadcasts, groups
 from megatron_dcpo.weights.table import number_of_parameters
 
 
 def test_a_message_ends_with_the_tensor_that_is_too_much() -> None:
-    assert cut([4, 4, 4, 20, 1, 1], limit=8) == [3, 1, 2]
-    assert cut([8, 1, 8], limit=8) == [2, 1]
-    assert cut([], limit=8) == []
+    def counts(sizes: list[int]) -> list[int]:
+        return [len(group) for group in groups(sizes, int, limit=8)]
+
+    assert counts([4, 4, 4, 20, 1, 1]) == [3, 1, 2]
+    assert counts([8, 1, 8]) == [2, 1]
+    assert counts([]) == []
 
 
 @pytest.mark.parametrize(
