@@ -10,7 +10,7 @@ import torch
 from tests.distributed.cases.common import samples_for_test
 from tests.distributed.test_parallel_parity import agrees
 from tests.helpers.cases import full_only
-from tests.helpers.launch import torchrun_all
+from tests.helpers.launch import Run, runs_by_name
 
 DO = {"use_distributed_optimizer": True}
 EP2 = DO | {"expert_model_parallel_size": 2}
@@ -46,41 +46,19 @@ FULL = ("ep2_packed_recomputed_overlap", "tp2_ep1_etp2", "ep2_pp2")
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    model = {"model": str(tiny_models("qwen3_moe", True, 2)), "probe": True, "bucket_bytes": 20_000}
-    model |= {"micro_batch_size": 3, "steps": 2}
-    wanted = {
-        family: (1, model | {"model": str(tiny_models(family, True, 2))}) for family in ONE_PROCESS
-    }
-    wanted |= {
-        name: (processes, model | {"parallel": parallel})
-        for name, (processes, parallel) in LAYOUTS.items()
-    }
+    options = {"probe": True, "bucket_bytes": 20_000, "micro_batch_size": 3, "steps": 2}
+    models = {family: str(tiny_models(family, True, 2)) for family in ONE_PROCESS}
+    wanted = {family: Run(1, options | {"model": models[family]}) for family in ONE_PROCESS}
+    options |= {"model": models["qwen3_moe"]}
+    for name, (processes, parallel) in LAYOUTS.items():
+        wanted[name] = Run(processes, options | {"parallel": parallel})
     saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
-    wanted["went_on"] = (2, model | {"parallel": EP2, "probe": False, "steps": 3, "save": saved})
-    again = model | {"load": saved, "probe": False}
-    wanted |= {
-        ("resumed", name): (ranks, again | {"parallel": parallel})
-        for name, (ranks, parallel) in RESUMED.items()
-    }
-    made = {}
-
-    def get(*name):
-        name = name if len(name) > 1 else name[0]
-        if name not in made:
-            processes = wanted[name][0]
-            names = [
-                other
-                for other, (ranks, _) in wanted.items()
-                if ranks == processes and (other in FULL) == (name in FULL)
-            ]
-            out = tmp_path_factory.mktemp(f"ranks{processes}")
-            results = torchrun_all(
-                [("policy", wanted[other][1]) for other in names], processes, out
-            )
-            made.update(zip(names, results, strict=True))
-        return made[name]
-
-    return get
+    saving = {"parallel": EP2, "probe": False, "steps": 3, "save": saved}
+    wanted["went_on"] = Run(2, options | saving)
+    for name, (processes, parallel) in RESUMED.items():
+        again = {"parallel": parallel, "probe": False, "load": saved}
+        wanted["resumed", name] = Run(processes, options | again)
+    return runs_by_name(wanted, FULL, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", ONE_PROCESS)
@@ -106,7 +84,7 @@ def test_layout_equals_one_process(runs, layout):
 @pytest.mark.parametrize("layout", RESUMED)
 def test_resumes_at_any_layout_of_the_experts(runs, layout):
     """Model, moments and step counts of a chain of optimizers; at the same layout bit for bit."""
-    went_on, resumed = runs("went_on")[0], runs("resumed", layout)[0]
+    went_on, resumed = runs("went_on")[0], runs(("resumed", layout))[0]
     exact = layout == "ep2"
     for name, tolerance in (("losses", 1e-5), ("norms", 2e-5)):
         np.testing.assert_allclose(resumed[name], went_on[name][1:], rtol=0 if exact else tolerance)

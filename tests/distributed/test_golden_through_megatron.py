@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cases import full_only
-from tests.helpers.launch import torchrun_all
+from tests.helpers.launch import Run, runs_by_name
 from tests.helpers.objective_cases import (
     EXPECTED,
     GOLDEN_OPTIONS,
@@ -73,41 +73,12 @@ RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """Results of the ranks by case; cases on as many ranks are run in one launch, when the first is
-    asked for.
-    """
-    model, made = str(tiny_models("qwen3", True)), {}
-
-    def of(case):
-        if case not in made:
-            ranks = CASES[case][0]
-            names = [
-                name
-                for name in CASES
-                if CASES[name][0] == ranks and (name in FULL) == (case in FULL)
-            ]
-            jobs = [
-                (
-                    "golden",
-                    {
-                        "model": model,
-                        "parallel": parallel,
-                        "micro_batch_size": size,
-                        "order": order,
-                    },
-                )
-                for _, parallel, size, order in map(CASES.get, names)
-            ]
-            made.update(
-                zip(
-                    names,
-                    torchrun_all(jobs, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")),
-                    strict=True,
-                )
-            )
-        return made[case]
-
-    return of
+    model = str(tiny_models("qwen3", True))
+    wanted = {}
+    for name, (processes, parallel, size, order) in CASES.items():
+        options = {"model": model, "parallel": parallel, "micro_batch_size": size, "order": order}
+        wanted[name] = Run(processes, options, "golden")
+    return runs_by_name(wanted, FULL, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

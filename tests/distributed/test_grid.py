@@ -12,7 +12,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.helpers.launch import torchrun, torchrun_all
+from tests.helpers.launch import Run, runs_by_name, torchrun
 
 AXES = {
     "tp": (1, 2),
@@ -109,25 +109,13 @@ def expected(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """By layout, the results of every rank for all of its points; the layouts on as many ranks run
-    in one launch.
-    """
-    model, made = str(tiny_models("qwen3", True)), {}
-
-    def get(layout):
-        if layout not in made:
-            layouts = [other for other in POINTS if ranks_of(other) == ranks_of(layout)]
-            jobs = [
-                ("grid", {"model": model, "settings": [setting(p) for p in POINTS[other]]})
-                for other in layouts
-            ]
-            out = tmp_path_factory.mktemp(f"ranks{ranks_of(layout)}")
-            made.update(
-                zip(layouts, torchrun_all(jobs, ranks_of(layout), out, timeout=3000), strict=True)
-            )
-        return made[layout]
-
-    return get
+    """By layout, the results of every rank for all of its points."""
+    model = str(tiny_models("qwen3", True))
+    wanted = {}
+    for layout, points in POINTS.items():
+        options = {"model": model, "settings": [setting(point) for point in points]}
+        wanted[layout] = Run(ranks_of(layout), options, "grid")
+    return runs_by_name(wanted, (), tmp_path_factory.mktemp, timeout=3000)
 
 
 def ranks_of(layout):

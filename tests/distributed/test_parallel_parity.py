@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.cases.common import samples_for_test
-from tests.helpers.launch import torchrun_all
+from tests.helpers.launch import Run, runs_by_name
 
 LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
@@ -85,63 +85,34 @@ MICRO_BATCHES = (1, 3, 12)
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """Results of the ranks by name; runs on as many ranks are made in one launch, when the first is
-    asked for.
-    """
+    def model(family, tied=False, layers=4):
+        return {"model": str(tiny_models(family, tied, layers))}
 
-    def model(family, tied=False):
-        return {"model": str(tiny_models(family, tied))}
-
-    wanted = {("one", *which): (1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
-    wanted |= {
-        ("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n}) for n in MICRO_BATCHES
-    }
+    wanted = {("one", *which): Run(1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
+    for size in MICRO_BATCHES:
+        wanted["micro", size] = Run(1, model("qwen3", True) | {"micro_batch_size": size})
+    probed = {"probe": True, "bucket_bytes": 20_000}
     for layout, which in SEVERAL:
         processes, parallel = LAYOUTS[layout]
-        options = {"parallel": parallel, "probe": True, "bucket_bytes": 20_000}
-        wanted[layout, *which] = processes, model(*which) | options
+        wanted[layout, *which] = Run(processes, model(*which) | probed | {"parallel": parallel})
     for layout, (layers, processes, parallel) in UNEVEN.items():
-        deep = {"model": str(tiny_models("qwen3", True, layers)), "probe": True}
+        deep = model("qwen3", True, layers)
         saves = {"save": "checkpoints"} if layout == "pp2_first" else {}
-        wanted[layout] = (processes, deep | {"parallel": parallel, "bucket_bytes": 20_000} | saves)
-        wanted["one", layers] = 1, deep
-        wanted |= {
-            ("resumed", name): (
-                2,
-                deep | {"parallel": other, "load": "checkpoints", "steps": 2, "probe": False},
-            )
-            for name, other in RESUMED.items()
-            if saves
-        }
-    wanted["bf16"] = (
-        2,
-        model("qwen3") | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}},
-    )
-    made = {}
-
-    def get(*name):
-        name = name if len(name) > 1 else name[0]
-        if name not in made:
-            processes = wanted[name][0]
-            full = {(layout, *which) for layout, which in FULL}
-            names = [
-                other
-                for other, (ranks, _) in wanted.items()
-                if ranks == processes and (other in full) == (name in full)
-            ]
-            out = tmp_path_factory.mktemp(f"ranks{processes}")
-            results = torchrun_all(
-                [("policy", wanted[other][1]) for other in names], processes, out
-            )
-            made.update(zip(names, results, strict=True))
-        return made[name]
-
-    return get
+        wanted[layout] = Run(processes, deep | probed | {"parallel": parallel} | saves)
+        wanted["one", layers] = Run(1, deep | {"probe": True})
+    deep = model("qwen3", True, UNEVEN["pp2_first"][0])
+    for name, parallel in RESUMED.items():
+        again = {"parallel": parallel, "load": "checkpoints", "steps": 2}
+        wanted["resumed", name] = Run(2, deep | again)
+    reduced = {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}}
+    wanted["bf16"] = Run(2, model("qwen3") | reduced)
+    full = [(layout, *which) for layout, which in FULL]
+    return runs_by_name(wanted, full, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")
 def one_process(runs):
-    return lambda family, tied: runs("one", family, tied)[0]
+    return lambda family, tied: runs(("one", family, tied))[0]
 
 
 @pytest.mark.parametrize(("family", "tied"), ONE_PROCESS)
@@ -166,7 +137,7 @@ def test_one_process_equals_transformers(tiny_models, one_process, family, tied)
     [pytest.param(*case, marks=[pytest.mark.full] * (case in FULL)) for case in SEVERAL],
 )
 def test_layout_equals_one_process(runs, one_process, layout, which):
-    agrees(runs(layout, *which), one_process(*which), LAYOUTS[layout][1])
+    agrees(runs((layout, *which)), one_process(*which), LAYOUTS[layout][1])
 
 
 def test_fused_projections_are_bit_for_bit_those_apart(one_process):
@@ -181,13 +152,13 @@ def test_fused_projections_are_bit_for_bit_those_apart(one_process):
 @pytest.mark.parametrize("layout", UNEVEN)
 def test_uneven_pipeline_equals_one_process(runs, layout):
     layers, _, parallel = UNEVEN[layout]
-    agrees(runs(layout), runs("one", layers)[0], parallel)
+    agrees(runs(layout), runs(("one", layers))[0], parallel)
 
 
 @pytest.mark.parametrize("layout", RESUMED)
 def test_resumes_at_another_division_of_the_layers(runs, layout):
     """Saved after one step at 2 + 3 layers: the next steps are those of the run that went on."""
-    went_on, resumed = runs("pp2_first")[0], runs("resumed", layout)[0]
+    went_on, resumed = runs("pp2_first")[0], runs(("resumed", layout))[0]
     np.testing.assert_allclose(resumed["losses"], went_on["losses"][1:], rtol=1e-5)
     np.testing.assert_allclose(resumed["norms"], went_on["norms"][1:], rtol=2e-5)
 
@@ -230,7 +201,7 @@ def same_probe(found, expected, rtol):
 
 @pytest.mark.parametrize("micro_batch_size", MICRO_BATCHES)
 def test_micro_batch_size_does_not_matter(runs, one_process, micro_batch_size):
-    result = runs("micro", micro_batch_size)[0]
+    result = runs(("micro", micro_batch_size))[0]
     expected = one_process("qwen3", True)
     np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
     np.testing.assert_allclose(result["norms"], expected["norms"], rtol=2e-5)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD
 from tests.helpers.cases import full_only
-from tests.helpers.launch import torchrun_all
+from tests.helpers.launch import Run, runs_by_name
 
 PACKED = {"sequence_packing": True}
 FULL = {"recompute_granularity": "full"}
@@ -49,33 +49,13 @@ EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """Results of the ranks by layout; layouts on as many ranks are run in one launch, when the
-    first is asked for.
-    """
-    everything = ONE_PROCESS | TWO_PROCESSES | SIGMOID
-    made = {}
-
-    def ranks_of(layout):
-        return 2 if layout in TWO_PROCESSES or layout == "sigmoid_pp2_recomputed" else 1
-
-    def get(layout):
-        if layout not in made:
-            together = [
-                other
-                for other in everything
-                if ranks_of(other) == ranks_of(layout)
-                and (other in FULL_SUITE) == (layout in FULL_SUITE)
-            ]
-            jobs = []
-            for other in together:
-                family = ("dots1", False) if other in SIGMOID else ("qwen3_moe", True)
-                options = {"model": str(tiny_models(*family)), "parallel": everything[other]}
-                jobs.append(("routing_replay", options))
-            out = tmp_path_factory.mktemp(f"ranks{ranks_of(layout)}")
-            made.update(zip(together, torchrun_all(jobs, ranks_of(layout), out), strict=True))
-        return made[layout]
-
-    return get
+    wanted = {}
+    for name, parallel in (ONE_PROCESS | TWO_PROCESSES | SIGMOID).items():
+        family = ("dots1", False) if name in SIGMOID else ("qwen3_moe", True)
+        processes = 2 if name in TWO_PROCESSES or name == "sigmoid_pp2_recomputed" else 1
+        options = {"model": str(tiny_models(*family)), "parallel": parallel}
+        wanted[name] = Run(processes, options, "routing_replay")
+    return runs_by_name(wanted, FULL_SUITE, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

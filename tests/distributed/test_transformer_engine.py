@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_parallel_parity import same_probe
-from tests.helpers.launch import torchrun, torchrun_all
+from tests.helpers.launch import Run, runs_by_name, torchrun, torchrun_all
 from tests.helpers.transformer_engine import environment
 
 FUSED = {"megatron": {"gradient_accumulation_fusion": True}}
@@ -78,38 +78,20 @@ def local(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(tiny_models, tmp_path_factory):
-    """The same through the spec for Transformer Engine; runs on as many ranks are made in one
-    launch, when the first is asked for.
-    """
-    made = {}
-
-    def get(layout, which):
-        run = layout, which
-        if run not in made:
-            processes = LAYOUTS[layout][0]
-            wanted = [
-                other
-                for other in RUNS
-                if LAYOUTS[other[0]][0] == processes and (other in FULL) == (run in FULL)
-            ]
-            jobs = []
-            for parallel_layout, model in wanted:
-                parallel = LAYOUTS[parallel_layout][1]
-                options = {"model": str(tiny_models(*model)), "probe": True, "parallel": parallel}
-                jobs.append(("policy", options))
-            out = tmp_path_factory.mktemp(f"engine{processes}")
-            results = torchrun_all(jobs, processes, out, environment=environment())
-            made.update(zip(wanted, results, strict=True))
-        return made[run]
-
-    return get
+    """The same through the spec for Transformer Engine."""
+    wanted = {}
+    for layout, which in RUNS:
+        processes, parallel = LAYOUTS[layout]
+        options = {"model": str(tiny_models(*which)), "probe": True, "parallel": parallel}
+        wanted[layout, which] = Run(processes, options)
+    return runs_by_name(wanted, FULL, tmp_path_factory.mktemp, environment=environment())
 
 
 @pytest.mark.parametrize(
     ("layout", "which"), CASES, ids=lambda value: value if isinstance(value, str) else value[0]
 )
 def test_layers_equal_the_local_ones(ranks, local, layout, which):
-    expected, found = local[which], ranks(layout, which)
+    expected, found = local[which], ranks((layout, which))
     logprobs = {index: values for rank in found for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)

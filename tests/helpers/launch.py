@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
@@ -18,6 +20,8 @@ from tests.helpers.paths import REPOSITORY
 # this checkout first; what was installed beside it (tools/gpu_check.sh) stays
 _PATHS = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
+
+Name = TypeVar("Name", bound=Hashable)
 
 # the stores of the latest launches: each lasts longer than its ranks
 _STORES: deque[TCPStore] = deque(maxlen=4)
@@ -118,6 +122,45 @@ def torchrun(
 ) -> list[Any]:
     """Run one case in ``processes`` ranks; returns each rank's result in rank order."""
     return torchrun_all([(case, options)], processes, out, timeout, environment)[0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case of ``tests/distributed/cases`` on so many ranks."""
+
+    processes: int
+    options: dict[str, Any]
+    case: str = "policy"
+
+
+def runs_by_name(
+    runs: Mapping[Name, Run],
+    full: Collection[Name],
+    make_directory: Callable[[str], Path],
+    **how: Any,
+) -> Callable[[Name], list[Any]]:
+    """Return a function of a name that returns the results of the run's ranks.
+
+    Runs on as many ranks are made in one launch when the first of them is asked for; those in
+    ``full``, which only the full suite asks for, have a launch of their own. ``how`` is for
+    :func:`torchrun_all`.
+    """
+    made: dict[Name, list[Any]] = {}
+
+    def get(name: Name) -> list[Any]:
+        if name not in made:
+            processes = runs[name].processes
+            together = {
+                other: run
+                for other, run in runs.items()
+                if run.processes == processes and (other in full) == (name in full)
+            }
+            jobs = [(run.case, run.options) for run in together.values()]
+            results = torchrun_all(jobs, processes, make_directory(f"ranks{processes}"), **how)
+            made.update(zip(together, results, strict=True))
+        return made[name]
+
+    return get
 
 
 def without_launcher(
