@@ -42,6 +42,7 @@ RESUMED = {
 ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
 # with `make test-full`: their parts stand in the others
 FULL = ("ep2_packed_recomputed_overlap", "tp2_ep1_etp2", "ep2_pp2")
+FULL_RESUMED = ("ep2_pp2",)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,8 @@ def runs(tiny_models, tmp_path_factory):
     for name, (processes, parallel) in RESUMED.items():
         again = {"parallel": parallel, "probe": False, "load": saved}
         wanted["resumed", name] = Run(processes, options | again)
-    return runs_by_name(wanted, FULL, tmp_path_factory.mktemp)
+    full = [*FULL, *(("resumed", name) for name in FULL_RESUMED)]
+    return runs_by_name(wanted, full, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", ONE_PROCESS)
@@ -81,7 +83,7 @@ def test_layout_equals_one_process(runs, layout):
     agrees(runs(layout), runs("qwen3_moe")[0], LAYOUTS[layout][1])
 
 
-@pytest.mark.parametrize("layout", RESUMED)
+@pytest.mark.parametrize("layout", full_only(RESUMED, FULL_RESUMED))
 def test_resumes_at_any_layout_of_the_experts(runs, layout):
     """Model, moments and step counts of a chain of optimizers; at the same layout bit for bit."""
     went_on, resumed = runs("went_on")[0], runs(("resumed", layout))[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.cases.common import samples_for_test
+from tests.helpers.cases import full_only
 from tests.helpers.launch import Run, runs_by_name
 
 LAYOUTS = {
@@ -80,6 +81,9 @@ FULL = [("tp2", LLAMA), ("pp2", LLAMA), ("pp2", BIASES[0]), ("tp2_pp2", BIASES[1
 FULL += [("tp2_pp2", which) for which in (("mistral", False), YARN, PHI3)]
 FULL += [("tp2_sequence_parallel_packed", which) for which in (BIASES[0], LLAMA)]
 FULL += [(layout, QWEN3) for layout in ("dp2", "pp2_packed", "tp2_sequence_parallel")]
+FULL += [(layout, QWEN3) for layout in ("tp2", "pp2", "tp2_pp2", "dp2_distributed_optimizer")]
+FULL += [("tp2_pp2", LLAMA), ("tp2_sequence_parallel_packed", YARN)]
+FULL_UNEVEN = ("pp2_written_packed", "pp2_virtual2_first", "pp2_embedding_counts")
 MICRO_BATCHES = (1, 3, 12)
 
 
@@ -106,7 +110,7 @@ def runs(tiny_models, tmp_path_factory):
         wanted["resumed", name] = Run(2, deep | again)
     reduced = {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}}
     wanted["bf16"] = Run(2, model("qwen3") | reduced)
-    full = [(layout, *which) for layout, which in FULL]
+    full = [*FULL_UNEVEN, *((layout, *which) for layout, which in FULL)]
     return runs_by_name(wanted, full, tmp_path_factory.mktemp)
 
 
@@ -149,7 +153,7 @@ def test_fused_projections_are_bit_for_bit_those_apart(one_process):
         np.testing.assert_array_equal(fused["logprobs"][index], values)
 
 
-@pytest.mark.parametrize("layout", UNEVEN)
+@pytest.mark.parametrize("layout", full_only(UNEVEN, FULL_UNEVEN))
 def test_uneven_pipeline_equals_one_process(runs, layout):
     layers, _, parallel = UNEVEN[layout]
     agrees(runs(layout), runs(("one", layers))[0], parallel)

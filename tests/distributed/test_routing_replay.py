@@ -42,7 +42,14 @@ SIGMOID = {
     "sigmoid_pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
 }
 # with `make test-full`: what the others try, in another layout
-FULL_SUITE = ("recomputed", "dp2", "pp2_recomputed", "cp2_packed", "cp2_recomputed")
+FULL_SUITE = (
+    "recomputed",
+    "dp2",
+    "tp2_packed_recomputed",
+    "pp2_recomputed",
+    "cp2_packed",
+    "cp2_recomputed",
+)
 LAYOUTS = full_only([*ONE_PROCESS, *TWO_PROCESSES, *SIGMOID], FULL_SUITE)
 EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
 
