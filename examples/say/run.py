@@ -28,6 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.data.benchmarks import load_benchmark
+from megatron_dcpo.data.datasets import KIND_COLUMNS
+from megatron_dcpo.errors import UserError
+
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
 DCPO = (sys.executable, "-m", "megatron_dcpo")
 SAMPLING = "--template raw --temperature 1.0 --top-p 1.0 --top-k 0 --max-tokens 32 --batch-size 512"
@@ -86,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = args.out
     check_same_prompts(args.say.split())
+    check_problems(args.fit, args.test)
     keep_inputs(out, vars(args))
     model = ["--model", args.model]
     sampling = args.sampling.split()
@@ -114,6 +119,30 @@ def check_same_prompts(options: Sequence[str]) -> None:
     for option in options:
         if option.startswith(("data.template=", "data.thinking=")):
             raise SystemExit(f"--say: {option} is not wanted, it is that of --sampling; remove it")
+
+
+def check_problems(fit: str, test: str) -> None:
+    """End if the problems of a file name no kinds, which the regression reads, or if some are in
+    both files.
+    """
+    texts = []
+    for option, problems in (("--fit", fit), ("--test", test)):
+        try:
+            records = load_benchmark(f"problems={problems}").records
+        except UserError as error:
+            raise SystemExit(f"{option}: {error}") from None
+        if all(record.kind is None for record in records):
+            raise SystemExit(
+                f"{option} {problems}: the problems name no kinds; add one of the columns "
+                f"{', '.join(KIND_COLUMNS)}, the same word for all if there are none"
+            )
+        texts.append({record.problem for record in records})
+    both = texts[0] & texts[1]
+    if both:
+        raise SystemExit(
+            f"{len(both)} problems of --test {test} are in --fit {fit} too, so that their scores "
+            f"would say nothing; take them out of one ({min(both):.60})"
+        )
 
 
 def keep_inputs(out: Path, options: dict[str, Any]) -> None:
@@ -213,6 +242,7 @@ def run(*words: object) -> None:
 def show(*rows: Answers) -> None:
     """Print accuracy and scores of the answers, with 95 % intervals over problems."""
     print(f"\n{'confidence':23} {'accuracy':>22} {'Brier':>22} {'AUROC':>6} {'within kinds':>12}")
+    notes = []
     for row in rows:
         found = json.loads((row.directory / "evaluation.json").read_text())
         scores = found["benchmarks"]["problems"]
@@ -222,6 +252,10 @@ def show(*rows: Answers) -> None:
             f"{interval(scores, row.kind, 'brier'):>22} {number(of_kind['auroc']):>6} "
             f"{number(of_kind['auroc_within']):>12}"
         )
+        without = of_kind["n"] - of_kind["n_parsed"]
+        if without:
+            notes.append(f"{row.name}: without {without} of {of_kind['n']} answers, that have none")
+    print("".join(f"{note}\n" for note in notes), end="")
     print(
         "It was worth it if what is stated after has a Brier score below the lookup's,\n"
         "and the accuracy is what it was."

@@ -207,6 +207,7 @@ def test_a_number_learned_as_text_is_read_out_greedily(answers: Path, tmp_path: 
         (lambda row: {}, None, ["data.template=chat"], "template"),
         (lambda row: {"asked": "0" * 16}, None, [], "data.template"),
         (lambda row: {}, None, ["--features", "task"], "--features"),
+        (lambda row: {"kind": None}, None, ["--teacher", "task"], "--teacher reasoning"),
         (lambda row: {}, None, ["model.adapter.rank=0"], "model.adapter.rank"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -68,6 +69,49 @@ def test_a_file_with_other_problems_is_refused(
     Path(options["fit"]).write_text("other problems\n")
     with pytest.raises(SystemExit, match="--fit"):
         example["keep_inputs"](tmp_path, options)
+
+
+def rows(numbers: range, **columns: str) -> str:
+    """Problems as lines of a file."""
+    found = [{"problem": f"{n}+1=", "answer": str(n + 1), **columns} for n in numbers]
+    return "".join(json.dumps(row) + "\n" for row in found)
+
+
+@pytest.mark.parametrize(
+    ("fit", "test", "named"),
+    [
+        (rows(range(9), kind="sum"), rows(range(9, 12), kind="sum"), None),
+        (rows(range(9), kind="sum"), rows(range(8, 12), kind="sum"), "1 problems of --test .*8.1="),
+        (rows(range(9)), rows(range(9, 12), kind="sum"), "--fit .*kind"),
+        (rows(range(9), kind="sum"), rows(range(9, 12)), "--test .*kind"),
+        (rows(range(9), kind="sum"), None, "--test: .*no such"),
+    ],
+)
+def test_problems_are_looked_at_before_the_first_answer(
+    example: dict[str, Any], tmp_path: Path, fit: str, test: str | None, named: str | None
+) -> None:
+    files = [str(tmp_path / "fit.jsonl"), str(tmp_path / "test.jsonl")]
+    for file, content in zip(files, (fit, test), strict=True):
+        if content is not None:
+            Path(file).write_text(content)
+    if named is None:
+        example["check_problems"](*files)
+        return
+    with pytest.raises(SystemExit, match=named):
+        example["check_problems"](*files)
+
+
+def test_answers_without_a_confidence_are_counted(
+    example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their Brier score is of the others alone."""
+    said = {"auroc": None, "auroc_within": None, "n": 40, "n_parsed": 37, "brier": 0.1}
+    scores = {"accuracy": 0.5, "verbal": said, "ci95": {"accuracy": [0, 1], "verbal": {}}}
+    scores["ci95"]["verbal"]["brier"] = [0.0, 0.2]
+    found = {"benchmarks": {"problems": scores}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(found))
+    example["show"](example["Answers"](tmp_path, "verbal", "stated after"))
+    assert "stated after: without 3 of 40 answers" in capsys.readouterr().out
 
 
 def test_another_template_for_learning_is_refused(tmp_path: Path) -> None:
