@@ -12,8 +12,8 @@ the kinds of problem and of the bar, and the accuracy before and after. docs/say
 is in --out is kept, and the same command goes on with it; another one is refused.
 
 --sampling are options of dcpo evaluate, --adapter and --say of dcpo sft, whose template and
-thinking are those of --sampling. The defaults are for the quickstart's policy, five minutes on two
-cores.
+thinking are those of --sampling; quotes as in a shell ("model.adapter.layers='last 6'"). The
+defaults are for the quickstart's policy, five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -89,17 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--say", default=SAY)
     args = parser.parse_args(argv)
     out = args.out
-    check_same_prompts(args.say.split())
+    check_same_prompts(shlex.split(args.say))
     check_problems(args.fit, args.test)
     keep_inputs(out, vars(args))
     model = ["--model", args.model]
-    sampling = args.sampling.split()
+    sampling = shlex.split(args.sampling)
     for name, problems in (("fit", args.fit), ("before", args.test)):
         evaluate(out / name, [*model, *sampling, *asked(problems), "--keep", "states"])
     samples = out / "fit" / "samples.jsonl"
     calibrate(out / "bar.npz", ["--samples", samples, "--held-out", 0, "--features", "task"])
-    learn_behind_the_tag(out, model, samples, args.adapter.split())
-    learn_to_say_it(out, args.model, args.say.split())
+    learn_behind_the_tag(out, model, samples, shlex.split(args.adapter))
+    learn_to_say_it(out, args.model, shlex.split(args.say))
     before = out / "before" / "samples.jsonl"
     evaluate(out / "bar", ["--samples", before, "--calibrator", out / "bar.npz"])
     evaluate(out / "read", ["--samples", out / "read_before.jsonl", "--confidence", "posthoc"])

@@ -95,6 +95,7 @@ def _check_written(args: argparse.Namespace) -> None:
 def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation.scoring import checked_kinds, confidences_of, scores_of_arms
+    from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.confidence_adapter import READINGS, FitOptions, fit
 
     kinds = checked_kinds(samples, args.kinds or "")
@@ -112,6 +113,8 @@ def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[
             kinds=args.kinds or "",
         ),
     )
+    if distributed.topology().rank:
+        return 0
     rows = {}
     if read:
         stated = [sample for sample, _ in read]
@@ -126,6 +129,7 @@ def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[
 def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.evaluation.restated import check_asked, write_restated
     from megatron_dcpo.evaluation.samples import write_samples
+    from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.confidence_adapter import (
         FittedAnswers,
         adapter_of,
@@ -163,6 +167,8 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
     config = _configured(args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter)
     asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
     readings = read_out(config, samples, asking)
+    if distributed.topology().rank:
+        return 0
     read = list(zip(samples, readings, strict=True))
     by = args.read or "mean"
     measured = with_readings(read, by)

@@ -92,6 +92,22 @@ def test_it_is_the_same_at_another_layout(answers: Path, fitted: Path, tmp_path:
         assert ours == pytest.approx(one, rel=1e-4)
 
 
+def test_one_of_several_processes_writes(answers: Path, fitted: Path, tmp_path: Path) -> None:
+    """All write under one temporary name, which only the first that is done would find."""
+    out = tmp_path / "with.jsonl"
+    rows = tmp_path / "rows.jsonl"
+    done = run(
+        "calibrate",
+        *("--apply", fitted, "--out", out, "--demonstrations", rows, "--samples", answers),
+        *("--json", "model.params_dtype=fp32"),
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (said,) = map(json.loads, done.stdout.splitlines())
+    assert said["restated"] == len(rows.read_text().splitlines())
+    assert len(read_samples(out)) == said["n"] == 80
+
+
 def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) -> None:
     """The answers stand as they are; only their confidence is another one. As demonstrations they
     state it, and ``dcpo sft`` takes them.

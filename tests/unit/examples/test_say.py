@@ -115,10 +115,11 @@ def test_answers_without_a_confidence_are_counted(
 
 
 def test_another_template_for_learning_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, RUN, "--out", tmp_path, "--say", "data.template=chat"]
+    """An option may hold a space, in quotes as in a shell."""
+    command = [sys.executable, RUN, "--out", tmp_path, "--say", "data.template='a b.py:render'"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "data.template=chat" in done.stderr
+    assert "data.template=a b.py:render is" in done.stderr
 
 
 def test_a_command_that_is_interrupted_ends_by_itself(tmp_path: Path) -> None:
