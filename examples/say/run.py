@@ -190,8 +190,11 @@ def learn_behind_the_tag(
         ],
         result=taught / "confidence.json",
     )
-    # the adapter knows its own shape
-    read_as = [option for option in options if not option.startswith("model.adapter.")]
+    read_as = [
+        option
+        for option in options
+        if option.startswith(("model.params_dtype=", "data.max_length="))
+    ]
     rows = ["--demonstrations", out / OWN_ANSWERS]
     calibrate(out / "read_fit.jsonl", ["--apply", taught, *rows, "--samples", samples, *read_as])
     before = out / "before" / "samples.jsonl"
