@@ -9,22 +9,29 @@ length, kind and the model's own states. Then the model learns to write its own 
 with the mean of the adapter's numbers. It answers --test once more, and what is printed says
 whether it was worth it: the Brier scores of what it stated before and states now, of a lookup of
 the kinds of problem and of the bar, and the accuracy before and after. docs/say.md has more. What
-is in --out is kept.
+is in --out is kept, and the same command goes on with it; another one is refused.
 
---sampling are options of dcpo evaluate, --adapter and --say of dcpo sft. The defaults are for the
-quickstart's policy, five minutes on two cores.
+--sampling are options of dcpo evaluate, --adapter and --say of dcpo sft, whose template and
+thinking are those of --sampling; quotes as in a shell ("model.adapter.layers='last 6'"). The
+defaults are for the quickstart's policy, five minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_dcpo.data.benchmarks import load_benchmark
+from megatron_dcpo.data.datasets import KIND_COLUMNS
+from megatron_dcpo.errors import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
 DCPO = (sys.executable, "-m", "megatron_dcpo")
@@ -34,10 +41,29 @@ ADAPTER = (
     "data.examples_per_step=128 training.micro_batch_size=256 logging.to=[]"
 )
 SAY = (
-    "model.params_dtype=fp32 data.template=raw data.max_length=64 optimizer.lr=3e-4 "
-    "training.epochs=3 data.examples_per_step=128 training.micro_batch_size=128 logging.to=[]"
+    "model.params_dtype=fp32 data.max_length=64 optimizer.lr=3e-4 training.epochs=3 "
+    "data.examples_per_step=128 training.micro_batch_size=128 logging.to=[]"
 )
 OWN_ANSWERS = "own_answers.jsonl"
+# what each result in --out is made of
+_FIT = ("model", "fit", "sampling")
+_BEFORE = ("model", "test", "sampling")
+_TAUGHT = (*_FIT, "adapter")
+_SAID = (*_TAUGHT, "say")
+MADE_OF = {
+    "fit": _FIT,
+    "before": _BEFORE,
+    "bar.npz": _FIT,
+    "taught": _TAUGHT,
+    OWN_ANSWERS: _TAUGHT,
+    "read_fit.jsonl": _TAUGHT,
+    "read_before.jsonl": (*_TAUGHT, "test"),
+    "said": _SAID,
+    "bar": (*_FIT, "test"),
+    "read": (*_TAUGHT, "test"),
+    "after": (*_SAID, "test"),
+}
+INPUTS = "made_of.json"
 
 
 @dataclass(frozen=True)
@@ -64,14 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--say", default=SAY)
     args = parser.parse_args(argv)
     out = args.out
+    check_same_prompts(shlex.split(args.say))
+    check_problems(args.fit, args.test)
+    keep_inputs(out, vars(args))
     model = ["--model", args.model]
-    sampling = args.sampling.split()
+    sampling = shlex.split(args.sampling)
     for name, problems in (("fit", args.fit), ("before", args.test)):
         evaluate(out / name, [*model, *sampling, *asked(problems), "--keep", "states"])
     samples = out / "fit" / "samples.jsonl"
     calibrate(out / "bar.npz", ["--samples", samples, "--held-out", 0, "--features", "task"])
-    learn_behind_the_tag(out, model, samples, args.adapter.split())
-    learn_to_say_it(out, args.model, args.say.split())
+    learn_behind_the_tag(out, model, samples, shlex.split(args.adapter))
+    learn_to_say_it(out, args.model, shlex.split(args.say))
     before = out / "before" / "samples.jsonl"
     evaluate(out / "bar", ["--samples", before, "--calibrator", out / "bar.npz"])
     evaluate(out / "read", ["--samples", out / "read_before.jsonl", "--confidence", "posthoc"])
@@ -86,6 +115,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check_same_prompts(options: Sequence[str]) -> None:
+    """End if the answers would be learned behind other prompts than they were given to."""
+    for option in options:
+        if option.startswith(("data.template=", "data.thinking=")):
+            raise SystemExit(f"--say: {option} is not wanted, it is that of --sampling; remove it")
+
+
+def check_problems(fit: str, test: str) -> None:
+    """End if the problems of a file name no kinds, which the regression reads, or if some are in
+    both files.
+    """
+    texts = []
+    for option, problems in (("--fit", fit), ("--test", test)):
+        try:
+            records = load_benchmark(f"problems={problems}").records
+        except UserError as error:
+            raise SystemExit(f"{option}: {error}") from None
+        if all(record.kind is None for record in records):
+            raise SystemExit(
+                f"{option} {problems}: the problems name no kinds; add one of the columns "
+                f"{', '.join(KIND_COLUMNS)}, the same word for all if there are none"
+            )
+        texts.append({record.problem for record in records})
+    both = texts[0] & texts[1]
+    if both:
+        raise SystemExit(
+            f"{len(both)} problems of --test {test} are in --fit {fit} too, so that their scores "
+            f"would say nothing; take them out of one ({min(both):.60})"
+        )
+
+
+def keep_inputs(out: Path, options: dict[str, Any]) -> None:
+    """Write what the results in ``out`` are made of; end if one that is there was made of something
+    else.
+    """
+    inputs = {name: str(options[name]) for name in ("sampling", "adapter", "say")}
+    for name in ("model", "fit", "test"):
+        inputs[name] = f"{options[name]} {content(Path(options[name]))}"
+    path = out / INPUTS
+    made = json.loads(path.read_text()) if path.is_file() else {}
+    for result, names in MADE_OF.items():
+        now = {name: inputs[name] for name in names}
+        before = made.get(result, {}) if (out / result).exists() else now
+        for name in names:
+            if before.get(name) != now[name]:
+                raise SystemExit(
+                    f"{out / result} was made with --{name} {before.get(name, '(not known)')}, now "
+                    f"it is {now[name]}; give another --out, or remove it and what follows from it"
+                )
+        made[result] = now
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1) + "\n")
+
+
+def content(path: Path) -> str:
+    """Return a digest of a file, or of the sizes and times of a model's files."""
+    known = [path.read_bytes()] if path.is_file() else []
+    for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")):
+        known.append(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    return hashlib.sha256(b"\n".join(known)).hexdigest()[:8]
+
+
 def learn_behind_the_tag(
     out: Path, model: Sequence[str], samples: Path, options: Sequence[str]
 ) -> None:
@@ -95,22 +186,29 @@ def learn_behind_the_tag(
         taught,
         [
             *("--kind", "adapter", "--target", "text", "--teacher", "stack", *model),
-            *("--samples", samples, "--held-out", 0, *options),
+            *("--samples", samples, "--held-out", 0, "--resume", "auto", *options),
         ],
         result=taught / "confidence.json",
     )
-    dtype = [option for option in options if option.startswith("model.params_dtype=")]
+    read_as = [
+        option
+        for option in options
+        if option.startswith(("model.params_dtype=", "data.max_length="))
+    ]
     rows = ["--demonstrations", out / OWN_ANSWERS]
-    calibrate(out / "read_fit.jsonl", ["--apply", taught, *rows, "--samples", samples, *dtype])
+    calibrate(out / "read_fit.jsonl", ["--apply", taught, *rows, "--samples", samples, *read_as])
     before = out / "before" / "samples.jsonl"
-    calibrate(out / "read_before.jsonl", ["--apply", taught, "--samples", before, *dtype])
+    calibrate(out / "read_before.jsonl", ["--apply", taught, "--samples", before, *read_as])
 
 
 def learn_to_say_it(out: Path, model: str, options: Sequence[str]) -> None:
     """Train the model on its own answers to fit, each with the adapter's number for its own."""
     if (out / "said" / "policy").is_dir():
         return
+    asked_with = json.loads((out / "fit" / "settings.json").read_text())
     own = [f"run_dir={out / 'said'}", f"model.path={model}", f"data.path={out / OWN_ANSWERS}"]
+    own.append(f"data.template={asked_with['template']}")
+    own.append(f"data.thinking={asked_with.get('thinking', 'off')}")
     config = QUICKSTART / "sft.yaml"
     run("sft", "--config", config, *own, *options, "training.resume=auto")
 
@@ -133,15 +231,22 @@ def calibrate(out: Path, options: Sequence[object], result: Path | None = None) 
 
 
 def run(*words: object) -> None:
-    """Run a command of dcpo; end as it does if it fails."""
-    done = subprocess.run([*DCPO, *map(str, words)], check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    """Run a command of dcpo; end as it does if it fails, also at Ctrl-C, when it saves what it
+    has.
+    """
+    with subprocess.Popen([*DCPO, *map(str, words)]) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            status = process.wait()
+    if status:
+        raise SystemExit(status)
 
 
 def show(*rows: Answers) -> None:
     """Print accuracy and scores of the answers, with 95 % intervals over problems."""
     print(f"\n{'confidence':23} {'accuracy':>22} {'Brier':>22} {'AUROC':>6} {'within kinds':>12}")
+    notes = []
     for row in rows:
         found = json.loads((row.directory / "evaluation.json").read_text())
         scores = found["benchmarks"]["problems"]
@@ -151,6 +256,10 @@ def show(*rows: Answers) -> None:
             f"{interval(scores, row.kind, 'brier'):>22} {number(of_kind['auroc']):>6} "
             f"{number(of_kind['auroc_within']):>12}"
         )
+        without = of_kind["n"] - of_kind["n_parsed"]
+        if without:
+            notes.append(f"{row.name}: without {without} of {of_kind['n']} answers, that have none")
+    print("".join(f"{note}\n" for note in notes), end="")
     print(
         "It was worth it if what is stated after has a Brier score below the lookup's,\n"
         "and the accuracy is what it was."

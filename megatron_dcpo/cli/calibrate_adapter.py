@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from megatron_dcpo.evaluation.samples import Sample
     from megatron_dcpo.training.confidence_adapter import Asking, Reading
 
+logger = logging.getLogger(__name__)
+
 # what the training of an adapter begins with; section.key=value overrides it
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "data": {"examples_per_step": 32},
@@ -25,6 +28,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "training": {"epochs": 2, "save_interval": 0, "export_hf": False},
 }
 
+# the settings of an evaluation that decide a prompt, and those that it leaves out
+_ASKED = ("template", "thinking", "marker")
+_USUAL = {"thinking": "off", "marker": CONFIDENCE_TAG}
 
 # what is read of the distribution over the numbers
 _READ_AS = {"mean": "the mean of the numbers", "greedy": "the most probable number"}
@@ -60,6 +66,7 @@ def _check_options(args: argparse.Namespace) -> None:
         for name in ("teacher", "decimals", "target", "kinds", "resume"):
             if getattr(args, name):
                 raise UserError(f"--{name} does not go with --apply, which fits nothing")
+        _check_written(args)
         return
     if args.read:
         raise UserError("--read goes with --apply; a fit shows the scores of every reading")
@@ -69,9 +76,26 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError("--kind adapter needs --model DIR: the model that the adapter is added to")
 
 
+def _check_written(args: argparse.Namespace) -> None:
+    """Raise :class:`UserError` if what is written has no directory, or if the demonstrations would
+    replace samples.
+    """
+    for option, path in (("--out", args.out), ("--demonstrations", args.demonstrations)):
+        if path and not Path(path).parent.is_dir():
+            raise UserError(f"{option} {path}: there is no directory {Path(path).parent}; make it")
+    if not args.demonstrations:
+        return
+    others = {Path(path).resolve() for path in (args.out, *args.samples)}
+    if Path(args.demonstrations).resolve() in others:
+        raise UserError(
+            f"--demonstrations {args.demonstrations} is the file of the samples; name another one"
+        )
+
+
 def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation.scoring import checked_kinds, confidences_of, scores_of_arms
+    from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.confidence_adapter import READINGS, FitOptions, fit
 
     kinds = checked_kinds(samples, args.kinds or "")
@@ -89,6 +113,8 @@ def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[
             kinds=args.kinds or "",
         ),
     )
+    if distributed.topology().rank:
+        return 0
     rows = {}
     if read:
         stated = [sample for sample, _ in read]
@@ -101,8 +127,9 @@ def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[
 
 
 def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
-    from megatron_dcpo.evaluation.restated import write_restated
+    from megatron_dcpo.evaluation.restated import check_asked, write_restated
     from megatron_dcpo.evaluation.samples import write_samples
+    from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.confidence_adapter import (
         FittedAnswers,
         adapter_of,
@@ -113,19 +140,35 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
 
     directory = Path(args.apply)
     fitted = described(directory)
-    args.model = args.model or str(fitted["model"])
-    for name in ("template", "thinking", "marker"):
-        now = settings.get(name, fitted[name])
+    own = str(fitted["model"])
+    args.model = args.model or own
+    # a model of the hub is described with its commit
+    names = (own, own.partition("@")[0])
+    if Path(args.model).resolve() not in [Path(name).resolve() for name in names]:
+        logger.warning(
+            "%s was fitted on %s and is read on %s: unless that is the same model, its numbers "
+            "mean nothing",
+            directory,
+            own,
+            args.model,
+        )
+    for name in _ASKED:
+        unsaid = _USUAL.get(name, fitted[name]) if settings else fitted[name]
+        now = settings.get(name, unsaid)
         if now != fitted[name]:
             raise UserError(
                 f"{directory} was fitted on answers asked with {name}={fitted[name]}, these were "
                 f"with {now}; fit an adapter on such answers"
             )
+    if args.demonstrations:
+        check_asked(samples, str(fitted["template"]), str(fitted["marker"]))
     warn_of_fit(FittedAnswers.described(fitted), samples)
     adapter = {"path": adapter_of(directory)}
     config = _configured(args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter)
     asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
     readings = read_out(config, samples, asking)
+    if distributed.topology().rank:
+        return 0
     read = list(zip(samples, readings, strict=True))
     by = args.read or "mean"
     measured = with_readings(read, by)
@@ -140,7 +183,10 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
             f"wrote {args.out}"
         )
         if args.demonstrations:
-            print(f"{restated} of them again with that number: wrote {args.demonstrations}")
+            print(
+                f"{restated} of them again with that number, those that state one in the form "
+                f"that is read; wrote {args.demonstrations}"
+            )
     else:
         facts = {"samples": args.out, "n": len(samples), "read": by}
         if args.demonstrations:
@@ -193,12 +239,18 @@ def _settings_of(paths: Sequence[str]) -> dict[str, Any]:
     from megatron_dcpo.evaluation.samples import settings_next_to
 
     found = [settings_next_to(path) or {} for path in paths]
-    for name in ("template", "thinking", "marker"):
+    for name in _ASKED:
         if len({str(settings.get(name)) for settings in found}) > 1:
             raise UserError(
                 f"--samples: the files were asked with different settings ({name}); fit one "
                 "adapter on each"
             )
+    agents = sorted({str(settings["agent"]) for settings in found if "agent" in settings})
+    if agents:
+        raise UserError(
+            f"--samples: the answers were made by {agents[0]}, whose turns the samples do not "
+            "hold; an adapter reads answers that follow the problem"
+        )
     return found[0]
 
 

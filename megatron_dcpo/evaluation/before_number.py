@@ -95,8 +95,11 @@ class BeforeNumber:
         if sample.response.finish_reason != "stop":
             return None
         text = sample.response.text or ""
+        # a tag that the thinking mentions is not the answer's
+        start = sample.judgement.thinking_characters
+        before_tag = text[:start] + text[start:].partition(self.rendered_as.marker)[0]
         # the newline before the tag keeps the tokens of the answer apart from it
-        before_tag = text.partition(self.rendered_as.marker)[0].rstrip() + "\n"
+        before_tag = before_tag.rstrip() + "\n"
         answer_ids = self.tokenizer.encode(before_tag, add_special_tokens=False)
         token_ids = (*prompt_ids, *answer_ids, *self.opening)
         return token_ids if len(token_ids) <= self.most_tokens else None

@@ -2,11 +2,12 @@
 linear probe reads (``probe.py``).
 
 ``states.safetensors`` next to ``samples.jsonl`` holds a row for each finished response, in fp32,
-and the names of the responses.
+and the names of the responses with a digest of their texts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 FILE = "states.safetensors"
 _TENSOR = "states"
 _NAMES = "responses"
+_TEXTS = "texts"
 _AT_ONCE = 64  # sequences of a forward pass
 
 
@@ -104,7 +106,9 @@ def write_states(samples: Sequence[Sample], samples_file: str | Path) -> None:
         return
     states = np.stack([sample.state for sample in kept if sample.state is not None])
     names = json.dumps([_name(sample) for sample in kept])
-    content = save({_TENSOR: states.astype(np.float32)}, metadata={_NAMES: names})
+    texts = json.dumps([_digest(sample) for sample in kept])
+    metadata = {_NAMES: names, _TEXTS: texts}
+    content = save({_TENSOR: states.astype(np.float32)}, metadata=metadata)
     write_atomically(Path(samples_file).with_name(FILE), content)
 
 
@@ -122,26 +126,40 @@ def with_states(samples: Sequence[Sample], samples_file: str | Path) -> list[Sam
         )
     try:
         with safe_open(path, framework="np") as file:
-            names = json.loads((file.metadata() or {})[_NAMES])
+            metadata = file.metadata() or {}
+            names = json.loads(metadata[_NAMES])
+            # files of earlier releases do not say it
+            texts = json.loads(metadata.get(_TEXTS, json.dumps([None] * len(names))))
             states = file.get_tensor(_TENSOR)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise UserError(f"{path}: not a file of states ({one_line(error, 200)})") from None
-    if states.ndim != 2 or len(names) != len(states) or not np.isfinite(states).all():
+    if (
+        states.ndim != 2
+        or not len(names) == len(texts) == len(states)
+        or not np.isfinite(states).all()
+    ):
         raise UserError(f"{path}: {len(names)} responses with states {list(states.shape)}")
     row_of = {name: row for row, name in enumerate(names)}
     found = []
     for sample in samples:
         row = row_of.get(_name(sample))
-        found.append(sample if row is None else replace(sample, state=states[row]))
+        known = row is not None and texts[row] in (None, _digest(sample))
+        found.append(replace(sample, state=states[row]) if known else sample)
     missing = sum(sample.state is None for sample in found)
     finished = sum(sample.response.finish_reason == "stop" for sample in samples)
     if missing > len(samples) - finished:
         raise UserError(
-            f"{path} has the states of {len(samples) - missing} of {finished} finished responses; "
-            "is it of another evaluation?"
+            f"{path} has the states of {len(samples) - missing} of {finished} finished responses, "
+            "so it is of other ones; keep those of these with dcpo evaluate --model DIR --keep "
+            "states"
         )
     return found
 
 
 def _name(sample: Sample) -> str:
     return "/".join((*sample.problem_key, str(sample.response.sample_index)))
+
+
+def _digest(sample: Sample) -> str:
+    text = sample.response.text or ""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

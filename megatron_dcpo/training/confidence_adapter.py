@@ -275,6 +275,12 @@ def taught(samples: Sequence[Sample], teacher: str, seed: int) -> list[float]:
     Its expectation is that of the correctness, and it varies less; a target that mixes in the mean
     of the problem's own verdicts would not have that expectation.
     """
+    column = posthoc.task_column(teacher)
+    if column and all(kind_of(sample.prompt, column) is None for sample in samples):
+        raise UserError(
+            f"--teacher {teacher}: the problems name no kinds; add a column kind to the data and "
+            "sample again, or give --teacher reasoning or states"
+        )
     predictions = posthoc.cross_fitted(samples, teacher, seed)
     if all(prediction is None for prediction in predictions):
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,22 @@ def test_it_is_the_same_at_another_layout(answers: Path, fitted: Path, tmp_path:
         ours = [row[key] for row in metrics(tmp_path / "run") if key in row]
         one = [row[key] for row in metrics(fitted) if key in row]
         assert ours == pytest.approx(one, rel=1e-4)
+
+
+def test_one_of_several_processes_writes(answers: Path, fitted: Path, tmp_path: Path) -> None:
+    """All write under one temporary name, which only the first that is done would find."""
+    out = tmp_path / "with.jsonl"
+    rows = tmp_path / "rows.jsonl"
+    done = run(
+        "calibrate",
+        *("--apply", fitted, "--out", out, "--demonstrations", rows, "--samples", answers),
+        *("--json", "model.params_dtype=fp32"),
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (said,) = map(json.loads, done.stdout.splitlines())
+    assert said["restated"] == len(rows.read_text().splitlines())
+    assert len(read_samples(out)) == said["n"] == 80
 
 
 def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) -> None:
@@ -206,6 +223,7 @@ def test_a_number_learned_as_text_is_read_out_greedily(answers: Path, tmp_path: 
         (lambda row: {}, None, ["data.template=chat"], "template"),
         (lambda row: {"asked": "0" * 16}, None, [], "data.template"),
         (lambda row: {}, None, ["--features", "task"], "--features"),
+        (lambda row: {"kind": None}, None, ["--teacher", "task"], "--teacher reasoning"),
         (lambda row: {}, None, ["model.adapter.rank=0"], "model.adapter.rank"),
     ],
 )
@@ -238,16 +256,73 @@ def test_options_of_the_adapter_are_refused_elsewhere(
         assert named in done.stderr.strip().splitlines()[-1]
 
 
+def settings_changed(samples: Path, **values: str) -> None:
+    """Change the settings next to a file of samples."""
+    path = samples.with_name("settings.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("template", "paper"), ("thinking", "on"), ("marker", "[sure]")]
+)
 def test_answers_that_were_asked_otherwise_are_not_read(
-    answers: Path, fitted: Path, tmp_path: Path
+    answers: Path, fitted: Path, tmp_path: Path, name: str, value: str
 ) -> None:
+    """Settings leave out what is as usual: samples without it are not like this adapter's."""
     samples = changed(answers, tmp_path / "b" / "samples.jsonl", lambda row: {})
-    settings = json.loads(samples.with_name("settings.json").read_text())
-    settings["template"] = "paper"
-    samples.with_name("settings.json").write_text(json.dumps(settings))
-    done = run(
-        "calibrate", *("--apply", fitted, "--samples", samples, "--out", tmp_path / "out.jsonl")
-    )
+    unusual = tmp_path / "unusual"
+    shutil.copytree(fitted, unusual)
+    described = json.loads((unusual / "confidence.json").read_text())
+    (unusual / "confidence.json").write_text(json.dumps({**described, name: value}))
+    out = tmp_path / "out.jsonl"
+    done = run("calibrate", *("--apply", unusual, "--samples", samples, "--out", out))
     assert done.returncode == 2
-    assert "template" in done.stderr.strip().splitlines()[-1]
-    assert not (tmp_path / "out.jsonl").exists()
+    assert f"{name}={value}" in done.stderr.strip().splitlines()[-1]
+    settings_changed(samples, **{name: value})
+    done = run("calibrate", *("--apply", fitted, "--samples", samples, "--out", out))
+    assert done.returncode == 2
+    assert name in done.stderr.strip().splitlines()[-1]
+    assert not out.exists()
+
+
+def test_answers_of_an_agent_are_refused(answers: Path, fitted: Path, tmp_path: Path) -> None:
+    """Their turns are not in the samples: the answer would be put behind the problem."""
+    samples = changed(answers, tmp_path / "b" / "samples.jsonl", lambda row: {})
+    settings_changed(samples, agent="agent.py:answer")
+    for done in (
+        run(*("calibrate", "--apply", fitted, "--samples", samples, "--out", tmp_path / "out")),
+        calibrate(samples, tmp_path / "run"),
+    ):
+        assert done.returncode == 2
+        assert "agent.py:answer" in done.stderr.strip().splitlines()[-1]
+
+
+def test_what_is_written_is_looked_at_first(answers: Path, fitted: Path, tmp_path: Path) -> None:
+    samples = changed(answers, tmp_path / "b" / "samples.jsonl", lambda row: {})
+    before = samples.read_bytes()
+    out = tmp_path / "out.jsonl"
+    absent = tmp_path / "absent" / "file.jsonl"
+    for written, named in (
+        (["--out", absent], "--out"),
+        (["--out", out, "--demonstrations", absent], "--demonstrations"),
+        (["--out", out, "--demonstrations", out], "--demonstrations"),
+        (["--out", out, "--demonstrations", samples], "--demonstrations"),
+    ):
+        done = run("calibrate", *("--apply", fitted, "--samples", samples), *written)
+        assert done.returncode == 2
+        assert named in done.stderr.strip().splitlines()[-1]
+    assert samples.read_bytes() == before
+    assert not out.exists()
+
+
+def test_another_model_than_the_fitted_is_said(answers: Path, fitted: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(POLICY, other)
+    for model, said in ((other, True), (POLICY, False)):
+        done = run(
+            "calibrate",
+            *("--apply", fitted, "--model", model, "--samples", answers),
+            *("--out", tmp_path / "out.jsonl", "model.params_dtype=fp32"),
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert (str(other) in done.stderr) == said

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.evaluation.restated import NUMBER_WEIGHT, restated, write_restated
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.restated import (
+    NUMBER_WEIGHT,
+    check_asked,
+    restated,
+    write_restated,
+)
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.confidence import number_span, parse_confidence
 from tests.helpers.evaluated import changed, make_sample
@@ -47,3 +53,48 @@ def test_answers_without_a_number_or_a_confidence_are_left_out(tmp_path: Path) -
     assert write_restated(samples, path, MARKER) == 1
     (row,) = map(json.loads, path.read_text().splitlines())
     assert row == restated(samples[0], MARKER)
+
+
+def test_a_tag_in_the_thinking_stays() -> None:
+    thinking = "<think>I shall end with <conf> Confidence: 0.10</think>"
+    text = f"{thinking}\\boxed{{6}}\n<conf> Confidence: 0.95"
+    found = restated(
+        sample(text, posthoc_confidence=0.5, thinking_characters=len(thinking)), MARKER
+    )
+    assert found is not None
+    assert found["response"] == f"{thinking}\\boxed{{6}}\n<conf> Confidence: 0.50"
+    (span,) = found["spans"]
+    assert found["response"][span["start"] : span["end"]] == "0.50"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{6}",
+        "\\boxed{6}\n<conf> none",
+        "\\boxed{6}\n<conf> Confidence: 0.2\n<conf> Confidence: 0.3",
+        "caf\ufffd \\boxed{6}\n<conf> Confidence: 0.95",
+    ],
+)
+def test_a_text_that_was_edited_or_lost_bytes_is_left_out(text: str) -> None:
+    assert restated(sample(text, posthoc_confidence=0.5), MARKER) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "marker", "fields", "refused"),
+    [
+        ("paper", MARKER, {}, False),
+        ("raw", "[sure]", {"form": "choice"}, False),
+        ("paper", MARKER, {"form": "choice"}, True),
+        ("paper", "[sure]", {}, True),
+    ],
+)
+def test_answers_to_prompts_that_supervised_training_does_not_make_are_refused(
+    template: str, marker: str, fields: dict[str, str], refused: bool
+) -> None:
+    asked = [sample(TEXTS[0], prompt_id="toy/3", **fields)]
+    if not refused:
+        check_asked(asked, template, marker)
+        return
+    with pytest.raises(UserError, match="toy/3"):
+        check_asked(asked, template, marker)

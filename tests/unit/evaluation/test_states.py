@@ -65,6 +65,16 @@ def test_states_of_other_responses_are_refused(tmp_path: Path) -> None:
         with_states([replace(sample, state=None) for sample in SAMPLES], file)
 
 
+def test_states_of_earlier_texts_are_refused(tmp_path: Path) -> None:
+    """A model that was sampled anew leaves other answers under the same names."""
+    file = tmp_path / "samples.jsonl"
+    write_states(SAMPLES, file)
+    first = SAMPLES[0]
+    other = replace(first, state=None, response=replace(first.response, text="another answer"))
+    with pytest.raises(UserError, match=FILE):
+        with_states([other, *(replace(sample, state=None) for sample in SAMPLES[1:])], file)
+
+
 @pytest.mark.parametrize("content", [b"", b"not a tensor", b"\x08" + 7 * b"\0" + b'{"a":1}x'])
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
