@@ -85,6 +85,11 @@ def _check_written(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {path}: there is no directory {Path(path).parent}; make it")
     if not args.demonstrations:
         return
+    if Path(args.demonstrations).suffix != ".jsonl":
+        raise UserError(
+            f"--demonstrations {args.demonstrations}: dcpo sft reads them by the ending of their "
+            "name; give it .jsonl"
+        )
     others = {Path(path).resolve() for path in (args.out, *args.samples)}
     if Path(args.demonstrations).resolve() in others:
         raise UserError(
@@ -127,8 +132,7 @@ def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[
 
 
 def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
-    from megatron_dcpo.evaluation.restated import check_asked, write_restated
-    from megatron_dcpo.evaluation.samples import write_samples
+    from megatron_dcpo.evaluation.restated import check_asked
     from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.confidence_adapter import (
         FittedAnswers,
@@ -140,18 +144,41 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
 
     directory = Path(args.apply)
     fitted = described(directory)
-    own = str(fitted["model"])
-    args.model = args.model or own
+    args.model = args.model or str(fitted["model"])
+    _warn_of_another_model(directory, fitted_on=str(fitted["model"]), read_on=args.model)
+    _check_asked_alike(directory, fitted, settings)
+    if args.demonstrations:
+        check_asked(samples, str(fitted["template"]), str(fitted["marker"]))
+    warn_of_fit(FittedAnswers.described(fitted), samples)
+    adapter = {"path": adapter_of(directory)}
+    config = _configured(args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter)
+    asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
+    readings = read_out(config, samples, asking)
+    if distributed.topology().rank == 0:
+        read = list(zip(samples, readings, strict=True))
+        _write_read(args, read, asking.marker)
+    return 0
+
+
+def _warn_of_another_model(directory: Path, fitted_on: str, read_on: str) -> None:
     # a model of the hub is described with its commit
-    names = (own, own.partition("@")[0])
-    if Path(args.model).resolve() not in [Path(name).resolve() for name in names]:
+    names = (fitted_on, fitted_on.partition("@")[0])
+    if Path(read_on).resolve() not in [Path(name).resolve() for name in names]:
         logger.warning(
             "%s was fitted on %s and is read on %s: unless that is the same model, its numbers "
             "mean nothing",
             directory,
-            own,
-            args.model,
+            fitted_on,
+            read_on,
         )
+
+
+def _check_asked_alike(
+    directory: Path, fitted: Mapping[str, object], settings: Mapping[str, Any]
+) -> None:
+    """Raise :class:`UserError` if the answers were asked otherwise than those that were fitted.
+    Samples without ``settings`` do not say how they were asked.
+    """
     for name in _ASKED:
         unsaid = _USUAL.get(name, fitted[name]) if settings else fitted[name]
         now = settings.get(name, unsaid)
@@ -160,39 +187,38 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
                 f"{directory} was fitted on answers asked with {name}={fitted[name]}, these were "
                 f"with {now}; fit an adapter on such answers"
             )
-    if args.demonstrations:
-        check_asked(samples, str(fitted["template"]), str(fitted["marker"]))
-    warn_of_fit(FittedAnswers.described(fitted), samples)
-    adapter = {"path": adapter_of(directory)}
-    config = _configured(args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter)
-    asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
-    readings = read_out(config, samples, asking)
-    if distributed.topology().rank:
-        return 0
-    read = list(zip(samples, readings, strict=True))
+
+
+def _write_read(
+    args: argparse.Namespace, read: Sequence[tuple[Sample, Reading | None]], marker: str
+) -> None:
+    """Write the samples with what was read, and the demonstrations, and say so. Raises
+    :class:`UserError` if there is nothing to demonstrate.
+    """
+    from megatron_dcpo.evaluation.restated import write_restated
+    from megatron_dcpo.evaluation.samples import write_samples
+
     by = args.read or "mean"
     measured = with_readings(read, by)
-    restated = 0
-    if args.demonstrations:
-        restated = write_restated(measured, Path(args.demonstrations), asking.marker)
     write_samples(measured, Path(args.out))
-    if not args.json:
-        known = sum(reading is not None for reading in readings)
-        print(
-            f"{known} of {len(samples)} responses have a confidence, {_READ_AS[by]}; "
-            f"wrote {args.out}"
-        )
-        if args.demonstrations:
-            print(
-                f"{restated} of them again with that number, those that state one in the form "
-                f"that is read; wrote {args.demonstrations}"
+    facts = {"samples": args.out, "n": len(read), "read": by}
+    known = sum(reading is not None for _, reading in read)
+    lines = [
+        f"{known} of {len(read)} responses have a confidence, {_READ_AS[by]}; wrote {args.out}"
+    ]
+    if args.demonstrations:
+        restated = write_restated(measured, Path(args.demonstrations), marker)
+        if not restated:
+            raise UserError(
+                f"--demonstrations: none of the {len(read)} answers states a number in the form "
+                f"that is read, so that there is none to learn; {args.out} is written"
             )
-    else:
-        facts = {"samples": args.out, "n": len(samples), "read": by}
-        if args.demonstrations:
-            facts |= {"demonstrations": args.demonstrations, "restated": restated}
-        print(json.dumps(facts))
-    return 0
+        facts |= {"demonstrations": args.demonstrations, "restated": restated}
+        lines.append(
+            f"{restated} of them again with that number, those that state one in the form that is "
+            f"read; wrote {args.demonstrations}"
+        )
+    print(json.dumps(facts) if args.json else "\n".join(lines))
 
 
 def with_readings(read: Sequence[tuple[Sample, Reading | None]], by: str) -> list[Sample]:

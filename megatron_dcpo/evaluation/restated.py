@@ -64,8 +64,12 @@ def restated(sample: Sample, marker: str) -> dict[str, Any] | None:
 
 
 def write_restated(samples: Iterable[Sample], path: Path, marker: str) -> int:
-    """Write a demonstration for every sample that has one; return their number."""
+    """Write a demonstration for every sample that has one; return their number. Nothing is written
+    if there is none.
+    """
     rows = [row for sample in samples if (row := restated(sample, marker)) is not None]
+    if not rows:
+        return 0
     lines = (json.dumps(row) + "\n" for row in rows)
     write_atomically(path, "".join(lines))
     return len(rows)

@@ -307,12 +307,31 @@ def test_what_is_written_is_looked_at_first(answers: Path, fitted: Path, tmp_pat
         (["--out", out, "--demonstrations", absent], "--demonstrations"),
         (["--out", out, "--demonstrations", out], "--demonstrations"),
         (["--out", out, "--demonstrations", samples], "--demonstrations"),
+        (["--out", out, "--demonstrations", tmp_path / "rows.txt"], ".jsonl"),
     ):
         done = run("calibrate", *("--apply", fitted, "--samples", samples), *written)
         assert done.returncode == 2
         assert named in done.stderr.strip().splitlines()[-1]
     assert samples.read_bytes() == before
     assert not out.exists()
+
+
+def test_answers_that_state_nothing_make_no_demonstrations(
+    answers: Path, fitted: Path, tmp_path: Path
+) -> None:
+    """The samples are written all the same."""
+    nothing = {"confidence": None, "status": "missing"}
+    samples = changed(answers, tmp_path / "b" / "samples.jsonl", lambda row: nothing)
+    out, rows = tmp_path / "out.jsonl", tmp_path / "rows.jsonl"
+    done = run(
+        "calibrate",
+        *("--apply", fitted, "--out", out, "--demonstrations", rows, "--samples", samples),
+        "model.params_dtype=fp32",
+    )
+    assert done.returncode == 2
+    assert "--demonstrations" in done.stderr.strip().splitlines()[-1]
+    assert len(read_samples(out)) == len(read_samples(samples))
+    assert not rows.exists()
 
 
 def test_another_model_than_the_fitted_is_said(answers: Path, fitted: Path, tmp_path: Path) -> None:
