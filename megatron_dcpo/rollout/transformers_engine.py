@@ -358,13 +358,16 @@ def prefill(
     mask = mask.to(current_device())
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
+    # An index and not a number: a slice of the states is not contiguous, and torch's product with
+    # it would copy the output layer's weight once for each sequence.
+    last = mask.new_tensor([width - 1])
     out = model(
         ids,
         attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=last,
     )
     return out.logits[:, -1], cache, mask, positions[:, -1]
 

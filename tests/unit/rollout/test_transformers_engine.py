@@ -7,11 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 from megatron_dcpo.rollout.engine import PartialRollout, uniforms
-from megatron_dcpo.rollout.transformers_engine import sample_token
+from megatron_dcpo.rollout.transformers_engine import prefill, sample_token
 from megatron_dcpo.types import Prompt
 
 
@@ -73,6 +74,29 @@ def prompts(count):
     rng = np.random.default_rng(0)
     ids = [tuple(int(t) for t in rng.integers(1, 331, 3 + i % 4)) for i in range(count)]
     return [Prompt(f"p{i}", (), ids[i], "", "t") for i in range(count)]
+
+
+class LargestOutput(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that an operation makes or copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_beginnings_are_run_without_a_copy_of_the_output_layer_for_each(engine):
+    head = engine.model.get_output_embeddings().weight
+    sequences = [[1 + i, 2, 3] for i in range(16)]
+    with LargestOutput() as largest, torch.no_grad():
+        logits, *_ = prefill(engine.model, sequences)
+    assert logits.shape == (16, len(head))
+    assert largest.elements < 4 * head.numel()
 
 
 def test_response_does_not_depend_on_the_batch(engine):
