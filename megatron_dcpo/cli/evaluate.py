@@ -387,9 +387,8 @@ def _is_same(one: object, other: object) -> bool:
 def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
     """Print the table of results for people."""
     from megatron_dcpo.cli.report import print_table
-    from megatron_dcpo.evaluation.evaluate import scored_kinds
     from megatron_dcpo.evaluation.kinds import no_kinds_line
-    from megatron_dcpo.evaluation.scoring import LOOKUP, headline
+    from megatron_dcpo.evaluation.scoring import LOOKUP, headline, scored_kinds
 
     scored = dict(evaluation["benchmarks"])
     if len(scored) > 1:

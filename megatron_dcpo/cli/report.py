@@ -169,8 +169,7 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     from rich.table import Table
     from rich.text import Text
 
-    from megatron_dcpo.evaluation.report import format_value
-    from megatron_dcpo.evaluation.scoring import METRICS
+    from megatron_dcpo.evaluation.headline import METRICS, format_value
 
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_dcpo.config import Config, ValidationConfig
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.errors import UserError, did_you_mean
-from megatron_dcpo.evaluation.scoring import METRICS
+from megatron_dcpo.evaluation.headline import METRICS
 
 
 def benchmark_names(options: ValidationConfig) -> list[str]:

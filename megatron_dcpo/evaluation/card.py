@@ -18,10 +18,9 @@ from omegaconf import OmegaConf
 from megatron_dcpo.data.benchmarks import BENCHMARKS
 from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.evaluation import run_description
-from megatron_dcpo.evaluation.evaluate import name_in_files, scored_kinds
-from megatron_dcpo.evaluation.report import format_value
-from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, read_run
-from megatron_dcpo.evaluation.scoring import LOOKUP, METRICS, headline
+from megatron_dcpo.evaluation.headline import METRICS, format_value
+from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, name_in_files, read_run
+from megatron_dcpo.evaluation.scoring import LOOKUP, headline, scored_kinds
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import read_launches
 

@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,16 +22,14 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.evaluation import published, run_description
 from megatron_dcpo.evaluation.equal_data import STEPS, TOTALS, VALUES, at_equal_data
+from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.scoring import (
     CONFIDENCE_KINDS,
-    HEADLINE,
     LOOKUP,
-    METRICS,
     bins_from_json,
     headline,
 )
@@ -415,9 +413,6 @@ def _cells(table_rows: Sequence[_Row], benchmark: str | None) -> dict[str, list[
     return table
 
 
-Ends = tuple[float, float]  # of a 95 % interval
-
-
 def intervals_of(run: EvaluatedRun, kind: str, benchmark: str | None) -> dict[str, Ends]:
     """Return the 95 % intervals of an evaluation's headline values, as far as it has them."""
     scores = _scores(run, benchmark)
@@ -427,7 +422,7 @@ def intervals_of(run: EvaluatedRun, kind: str, benchmark: str | None) -> dict[st
     candidates = {**ci95.get(kind, {}), "accuracy": ci95.get("accuracy")}
     intervals: dict[str, Ends] = {}
     for key, ends in candidates.items():
-        if ends and all(map(_is_number, ends)):
+        if ends and all(map(is_number, ends)):
             low, high = ends
             intervals[key] = (low, high)
     return intervals
@@ -450,34 +445,6 @@ def separable_best(
     others = [intervals[other][key] for other in rows if other != name]
     apart = all(high < other[0] or low > other[1] for other in others)
     return name if apart and not equal else None
-
-
-def format_value(key: str, value: object, ends: Ends | None = None) -> str:
-    """Return the text of a table cell. Percentages have one decimal, errors three; an undefined
-    value is a dash. The half width of the interval with these ``ends`` follows after ±.
-    """
-    if not _is_number(value):
-        return "–"
-    if key == "n":
-        return f"{value:,.0f}"
-    if key in METRICS and METRICS[key].in_percent:
-        text = f"{100 * value:.1f}%"
-        if ends is not None:
-            half = (ends[1] - ends[0]) / 2
-            text += f" ± {100 * half:.1f}"
-        return text
-    text = f"{value:.3f}"
-    if ends is not None:
-        half = (ends[1] - ends[0]) / 2
-        text += f" ± {half:.3f}"
-    return text
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    """Return whether a JSON value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < LARGEST  # not so for NaN, nor for an integer that no float holds
 
 
 def _panels(
@@ -553,7 +520,7 @@ def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
     for row in choose_samples(run.samples):
         reasoning, confidence = _two_blocks(row, marker)
         stated = row.get("status", "no confidence")
-        if _is_number(row.get("confidence")):
+        if is_number(row.get("confidence")):
             stated = f"says {row['confidence']:.2f}"
         shown.append(
             {
@@ -574,7 +541,7 @@ def choose_samples(
     """Return over-confident mistakes, correct answers of low and of high confidence, and malformed
     ones in turn, at most one response to a problem.
     """
-    stated = [row for row in samples if _is_number(row.get("confidence"))]
+    stated = [row for row in samples if is_number(row.get("confidence"))]
     by_confidence = sorted(stated, key=lambda row: -row["confidence"])
     wrong = [row for row in by_confidence if not row.get("correct")]
     right = [row for row in by_confidence if row.get("correct")]

@@ -25,7 +25,6 @@ from megatron_dcpo.evaluation.evaluate import (
     Progress,
     evaluate_benchmark,
     rejudge,
-    write_evaluation,
 )
 from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.kinds import check_kinds
@@ -42,6 +41,7 @@ from megatron_dcpo.evaluation.problems import (
 )
 from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
 from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
+from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.run_description import SAMPLING
 from megatron_dcpo.evaluation.samples import (
     DATE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,13 @@ class EvaluatedRun:
             *sorted(self.evaluation["benchmarks"]),
             run_description.sampling_text(self.settings, self.evaluation),
         )
+
+
+def name_in_files(benchmark: str) -> str:
+    """Return what stands for a benchmark in the names of files: its name in a ``samples.jsonl`` may
+    be any text.
+    """
+    return re.sub(r"[^\w.-]", "_", benchmark)[:100]
 
 
 def find_runs(

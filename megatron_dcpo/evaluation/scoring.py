@@ -26,6 +26,7 @@ from megatron_dcpo.calibration.summary import (
     violation_rates,
 )
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.headline import HEADLINE
 from megatron_dcpo.evaluation.kinds import (
     MOST_KINDS,
     ProblemKinds,
@@ -58,33 +59,6 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
 RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
 
 
-@dataclass(frozen=True)
-class HeadlineMetric:
-    """How a value of the headline is shown: its ``label``, and whether it is a share in percent;
-    ``better`` is max or min, None if neither is better.
-    """
-
-    label: str
-    better: Callable[..., float] | None = None
-    in_percent: bool = False
-
-
-# the values that every table of results has, in the order of its columns
-METRICS: Mapping[str, HeadlineMetric] = MappingProxyType(
-    {
-        "accuracy": HeadlineMetric("Accuracy", better=max, in_percent=True),
-        "ece": HeadlineMetric("ECE", better=min),
-        "pce": HeadlineMetric("PCE", better=min),
-        "brier": HeadlineMetric("Brier", better=min),
-        "auroc": HeadlineMetric("AUROC", better=max),
-        "auroc_within": HeadlineMetric("Within kinds", better=max),
-        "skill": HeadlineMetric("Skill", better=max),
-        "mean_confidence": HeadlineMetric("Mean conf.", in_percent=True),
-        "violation_rate": HeadlineMetric("Violations", better=min, in_percent=True),
-        "n": HeadlineMetric("n"),
-    }
-)
-HEADLINE = tuple(METRICS)
 LOOKUP = "lookup"  # the block of scores, and the row of a table, of the fitted lookup
 
 
@@ -448,6 +422,16 @@ def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) ->
             means[name] = _spread(values)["mean"]
         macro[kind] = means
     return macro
+
+
+def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of confidence in the scores of a benchmark."""
+    kinds = []
+    for key, block in scores.items():
+        is_kind = key in CONFIDENCE_KINDS
+        if is_kind and isinstance(block, Mapping) and "bins" in block:
+            kinds.append(key)
+    return kinds
 
 
 def bins_to_json(bins: Bins) -> dict[str, list[float]]:

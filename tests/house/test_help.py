@@ -62,3 +62,8 @@ def test_the_embedded_engine_does_without_scikit_learn() -> None:
     code = "from megatron_dcpo.rollout.transformers_engine import TransformersEngine\n"
     code += f"TransformersEngine.from_pretrained({str(QUICKSTART / 'policy')!r})"
     assert imported(code, "sklearn", "pandas", "transformers") == {"transformers"}
+
+
+def test_a_rank_does_without_what_draws() -> None:
+    code = "import megatron_dcpo.training.run"
+    assert imported(code, "matplotlib", "torch") == {"torch"}

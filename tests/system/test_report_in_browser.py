@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.evaluation import published, report
-from megatron_dcpo.evaluation.evaluate import write_evaluation
+from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.runs import find_runs
 from megatron_dcpo.evaluation.scoring import score_samples
 from tests.helpers.evaluated import changed, make_samples, trained

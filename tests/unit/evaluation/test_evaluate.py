@@ -21,8 +21,8 @@ from megatron_dcpo.evaluation.evaluate import (
     evaluate_benchmark,
     rejudge,
     respond_at_once,
-    write_evaluation,
 )
+from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import token_bytes

@@ -15,6 +15,7 @@ from megatron_dcpo.calibration import auroc, auroc_within, fitted_lookup
 from megatron_dcpo.cli import main
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.headline import METRICS
 from megatron_dcpo.evaluation.kinds import (
     NO_KIND,
     check_kinds,
@@ -26,7 +27,7 @@ from megatron_dcpo.evaluation.kinds import (
 from megatron_dcpo.evaluation.lm_eval_metrics import auroc_within as of_lm_eval
 from megatron_dcpo.evaluation.lm_eval_metrics import process_results
 from megatron_dcpo.evaluation.samples import Sample, read_samples, write_samples
-from megatron_dcpo.evaluation.scoring import METRICS, score_samples
+from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.training.metrics import response_metrics
 from megatron_dcpo.types import Prompt, TrainingSample
 from tests.helpers.evaluated import changed, make_samples

@@ -15,9 +15,10 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import message_prompts
-from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark, write_evaluation
+from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.evaluation.problems import load_problems
+from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.samples import Sample, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import TokenBytes

@@ -16,6 +16,7 @@ from megatron_dcpo.cli import report as cli
 from megatron_dcpo.codec import VERSION
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation.headline import format_value
 from megatron_dcpo.evaluation.runs import find_runs
 from tests.helpers.evaluated import evaluated, make_sample, make_samples, trained
 
@@ -89,8 +90,8 @@ def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
 
 
 def test_intervals_stand_beside_the_values() -> None:
-    assert report.format_value("accuracy", 0.65, (0.61, 0.69)) == "65.0% ± 4.0"
-    assert report.format_value("ece", 0.1, (0.08, 0.13)) == "0.100 ± 0.025"
+    assert format_value("accuracy", 0.65, (0.61, 0.69)) == "65.0% ± 4.0"
+    assert format_value("ece", 0.1, (0.08, 0.13)) == "0.100 ± 0.025"
 
 
 def test_a_recalibrated_run_stands_in_the_main_table(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dcpo.calibration import metrics, summarize
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.headline import HEADLINE
 from megatron_dcpo.evaluation.samples import (
     geometric_mean_probability,
     read_samples,
@@ -20,7 +21,6 @@ from megatron_dcpo.evaluation.samples import (
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import (
-    HEADLINE,
     bins_from_json,
     headline,
     parse_kinds,
