@@ -1,8 +1,9 @@
-"""Accuracy and calibration of a model: sample, judge, score, write.
+"""Sample a model on problems and judge what it says.
 
-    prompts --respond--> responses --judge--> samples.jsonl --score--> evaluation.json, pictures
+    prompts --respond--> responses --judge--> samples
 
-The engine is passed in as a function; this module imports none.
+The engine is passed in as a function; this module imports none. What is made of the samples is in
+``scoring.py`` and ``results.py``.
 """
 
 from __future__ import annotations
