@@ -204,7 +204,7 @@ def _language_model(args: argparse.Namespace) -> None:
     study = language_model.STUDY
     records = args.out / study.records
     if args.train:
-        language_model.train(args.grid.resolve())
+        language_model.train(args.grid.resolve(), records)
         logging.info("%d seeds packed", confidences.pack(study, args.grid.resolve(), records))
     confidences.tables(records, args.out, study)
 

@@ -171,10 +171,11 @@ def dcpo(*arguments: object) -> None:
 
 # ----------------------------------------------------------------------------------------- results
 def pack(study: Study, out: Path, archive: Path) -> int:
-    """Write every tested answer's problem, kind, verdict and confidences of the seeds that are
-    finished; return how many these are.
+    """Write every tested answer's problem, kind, verdict and confidences of the seeds below ``out``
+    that are finished; return how many these are. Other seeds, which another machine has packed,
+    stay in the archive.
     """
-    files = {}
+    files = read_archive(archive) if archive.is_file() else {}
     finished = 0
     for seed in study.seeds:
         directory = out / f"seed{seed}"
@@ -190,6 +191,13 @@ def pack(study: Study, out: Path, archive: Path) -> int:
         finished += 1
     write_archive(archive, files)
     return finished
+
+
+def packed_seeds(study: Study, archive: Path) -> list[int]:
+    """Return the seeds that are packed, with all that the study tests of them."""
+    names = set(read_archive(archive)) if archive.is_file() else set()
+    last = study.said or study.tests[-1]
+    return [seed for seed in study.seeds if f"{last}.seed{seed}.json" in names]
 
 
 def _records(study: Study, directory: Path, test: str) -> dict[str, Any]:

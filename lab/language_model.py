@@ -23,6 +23,7 @@ from lab.confidences import (
     dcpo,
     fit_arms,
     note_start,
+    packed_seeds,
     trained,
 )
 from lab.testgrid import REPOSITORY
@@ -110,9 +111,10 @@ def write_problems(data: Path, out: Path) -> dict[str, Path]:
     return files
 
 
-def train(out: Path) -> None:
+def train(out: Path, records: Path) -> None:
     """Train the policies below ``out``, sample them, and fit and read the arms; finished parts are
-    kept. A policy whose accuracy in sums has fallen is not fitted, and a line says so.
+    kept, and seeds that ``records`` have are left out. A policy whose accuracy in sums has fallen
+    is not fitted, and a line says so.
     """
     start = out / WARM_START
     if not start.is_dir():
@@ -120,7 +122,10 @@ def train(out: Path) -> None:
     files = write_problems(out / "data", out / "problems")
     answer(start, files["test"], out / "before", SAMPLING)
     before = accuracy_in_sums(read_samples(out / "before" / "samples.jsonl"))
+    packed = packed_seeds(STUDY, records)
     for seed in STUDY.seeds:
+        if seed in packed:
+            continue
         directory = out / f"seed{seed}"
         note_start(directory)
         options = (f"model.path={start}", f"data.path={files['reinforce']}", f"seed={seed}")

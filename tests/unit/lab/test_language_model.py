@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.confidences import ADAPTERS, tables
+from lab.confidences import ADAPTERS, pack, packed_seeds, tables
 from lab.language_model import ROWS, STUDY, TAUGHT, write_problems
-from lab.results import write_archive
+from lab.results import read_archive, write_archive
 
 ARMS = (
     *("stated", "constant", "lookup", "boosted trees", "bar", "probe", "stack", *ADAPTERS),
@@ -48,6 +48,16 @@ def records(seed: int, answers: int) -> bytes:
         "arms": arms,
     }
     return json.dumps(row).encode()
+
+
+def test_seeds_that_another_machine_has_packed_stay(tmp_path: Path) -> None:
+    archive = tmp_path / STUDY.records
+    files = {f"{name}seed1.json": records(1, answers=4) for name in ("", "other.", "said_test.")}
+    write_archive(archive, files | {"seed2.json": records(2, answers=4)})
+    assert packed_seeds(STUDY, archive) == [1], "of the second something is missing"
+    before = read_archive(archive)
+    assert pack(STUDY, tmp_path / "runs", archive) == 0
+    assert read_archive(archive) == before
 
 
 def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) -> None:
