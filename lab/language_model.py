@@ -116,16 +116,17 @@ def train(out: Path, records: Path) -> None:
     kept, and seeds that ``records`` have are left out. A policy whose accuracy in sums has fallen
     is not fitted, and a line says so.
     """
+    packed = packed_seeds(STUDY, records)
+    missing = [seed for seed in STUDY.seeds if seed not in packed]
+    if not missing:
+        return
     start = out / WARM_START
     if not start.is_dir():
         raise UserError(f"{start} is missing: docs/lab/language_model.md has the warm start")
     files = write_problems(out / "data", out / "problems")
     answer(start, files["test"], out / "before", SAMPLING)
     before = accuracy_in_sums(read_samples(out / "before" / "samples.jsonl"))
-    packed = packed_seeds(STUDY, records)
-    for seed in STUDY.seeds:
-        if seed in packed:
-            continue
+    for seed in missing:
         directory = out / f"seed{seed}"
         note_start(directory)
         options = (f"model.path={start}", f"data.path={files['reinforce']}", f"seed={seed}")

@@ -7,12 +7,12 @@ draws more for one method than for another (docs/groups.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.calibration.summary import OF_CONFIDENCE
+from megatron_dcpo.evaluation.headline import is_number
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 
 STEPS = 10  # over which a value is averaged, up to the step of equal data
@@ -46,7 +46,7 @@ def at_equal_data(runs: Sequence[EvaluatedRun]) -> list[EqualData]:
     for what, total in TOTALS.items():
         counted = {}
         for run in runs:
-            rows = [row for row in run.metrics if _is_finite(row.get(total))]
+            rows = [row for row in run.metrics if is_number(row.get(total))]
             if rows:
                 counted[run.name] = rows
         if len(counted) < 2:
@@ -70,13 +70,7 @@ def _values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         defined = []
         for row in rows[-STEPS:]:
             candidates = [row[metric] for metric in metrics if metric in row]
-            if candidates and _is_finite(candidates[0]):
+            if candidates and is_number(candidates[0]):
                 defined.append(float(candidates[0]))
         values[name] = sum(defined) / len(defined) if defined else None
     return values
-
-
-def _is_finite(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value)

@@ -88,7 +88,7 @@ def _rows_of(runs: Sequence[EvaluatedRun], kind: str) -> list[_Row]:
 
 
 def _with_lookups(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Row]:
-    """Return a row of each run by ``kind``, and behind it that of its lookup."""
+    """Return a row of each run by ``kind``, each followed by the row of its lookup."""
     rows = []
     for run in runs:
         rows += [_Row(run.name, run, kind), *_lookup_row(run, benchmark)]

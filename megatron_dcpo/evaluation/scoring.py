@@ -57,8 +57,6 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
 )
 # in nats, not probabilities: they rank samples and do nothing else
 RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
-
-
 LOOKUP = "lookup"  # the block of scores, and the row of a table, of the fitted lookup
 
 
@@ -459,9 +457,9 @@ def _mean(values: Sequence[float]) -> float:
 # --------------------------------------------------------------------- without reading the question
 #
 # A policy that learns by reinforcement finds the most frequent answer of a task before it finds the
-# task. So an accuracy says something only beside that of a policy that always gives this answer,
-# and a mean over kinds of problems only beside its parts (docs/lab/real_model.md shows what else it
-# may be).
+# task. So an accuracy has to be compared with that of a policy that always gives this answer, and
+# a mean over kinds of problems has to be shown with its parts (docs/lab/real_model.md shows what
+# else it may be).
 
 
 def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
