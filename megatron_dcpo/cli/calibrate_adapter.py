@@ -145,7 +145,7 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
     directory = Path(args.apply)
     fitted = described(directory)
     args.model = args.model or str(fitted["model"])
-    _warn_of_another_model(directory, fitted_on=str(fitted["model"]), read_on=args.model)
+    _warn_of_another_model(directory, fitted, args.model)
     _check_asked_alike(directory, fitted, settings)
     if args.demonstrations:
         check_asked(samples, str(fitted["template"]), str(fitted["marker"]))
@@ -160,16 +160,33 @@ def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mappin
     return 0
 
 
-def _warn_of_another_model(directory: Path, fitted_on: str, read_on: str) -> None:
+def _warn_of_another_model(directory: Path, fitted: Mapping[str, object], model: str) -> None:
+    """Say it if an adapter is read on another model than the one it was fitted on, or on other
+    weights under the same name.
+    """
+    from megatron_dcpo.evaluation.model_files import digest_of_files, files_of
+    from megatron_dcpo.runtime import hub
+
+    fitted_on = str(fitted["model"])
     # a model of the hub is described with its commit
     names = (fitted_on, fitted_on.partition("@")[0])
-    if Path(read_on).resolve() not in [Path(name).resolve() for name in names]:
+    if Path(model).resolve() not in [Path(name).resolve() for name in names]:
         logger.warning(
             "%s was fitted on %s and is read on %s: unless that is the same model, its numbers "
             "mean nothing",
             directory,
             fitted_on,
-            read_on,
+            model,
+        )
+        return
+    files = digest_of_files(files_of(hub.model_directory(model)))
+    # an earlier release did not describe them
+    if fitted.get("files", files) != files:
+        logger.warning(
+            "%s was fitted on other files of %s than there are now: unless the weights are the "
+            "same, its numbers mean nothing; fit it again",
+            directory,
+            model,
         )
 
 

@@ -1,10 +1,11 @@
 """What a post-hoc predictor was fitted on, and how confident it was then: kept in its file, so that
 ``dcpo serve`` can refuse another model, another prompt or another sampling, choose a threshold for
-a risk, and notice a drift.
+a risk, and notice a drift, and so that ``dcpo evaluate`` can say that the answers are others.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ import numpy as np
 
 from megatron_dcpo.calibration.metrics import bin_rows
 from megatron_dcpo.data.prompts import ASKS, find_template
+from megatron_dcpo.evaluation.model_files import digest_of_files
 from megatron_dcpo.evaluation.predictor_file import Header
 from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample, settings_next_to
@@ -33,7 +35,9 @@ class FittedOn:
     """The labelled answers of a predictor: each field has the distinct values that there were.
 
     ``instructions`` has, for each template and form of the answer, the texts that the template puts
-    around a problem. ``forms`` are those of ``data.prompts.ASKS``.
+    around a problem. ``forms`` are those of ``data.prompts.ASKS``, ``thinking`` values of
+    ``data.thinking``. ``weights`` are digests of the models' files (``model_files.py``), none for
+    models of a server. An earlier release kept neither of the last two.
     """
 
     models: tuple[str, ...]
@@ -44,6 +48,51 @@ class FittedOn:
     top_ks: tuple[int, ...]
     markers: tuple[str, ...]
     forms: tuple[str, ...]
+    thinking: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+
+    def fits_model(self, model: str) -> bool:
+        """Return whether a model, or the directory that it names, is one of the fitted ones."""
+        return any(model == one or _is_same_directory(model, one) for one in self.models)
+
+    def differences(self, asked: FittedOn) -> list[str]:
+        """Return in words what ``asked``, other answers, have and these have not."""
+        found = []
+        other_models = [model for model in asked.models if not self.fits_model(model)]
+        if other_models:
+            found.append(_difference("model", other_models, self.models))
+        elif self.weights and set(asked.weights) - set(self.weights):
+            found.append("the model's files have changed since")
+        for name, field in _COMPARED.items():
+            fitted = getattr(self, field)
+            others = [value for value in getattr(asked, field) if value not in fitted]
+            if fitted and others:
+                found.append(_difference(name, others, fitted))
+        return found
+
+
+# the name of a setting, and its field in FittedOn
+_COMPARED = {
+    "template": "templates",
+    "temperature": "temperatures",
+    "top_p": "top_ps",
+    "top_k": "top_ks",
+    "marker": "markers",
+    "thinking": "thinking",
+    "form of the answer": "forms",
+}
+
+
+def _difference(name: str, now: Sequence[object], fitted: Sequence[object]) -> str:
+    return f"{name} {_words(now)}, fitted was {_words(fitted)}"
+
+
+def _words(values: Sequence[object]) -> str:
+    return " and ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+
+
+def _is_same_directory(one: str, other: str) -> bool:
+    return os.path.isdir(one) and os.path.realpath(one) == os.path.realpath(other)
 
 
 @dataclass(frozen=True)
@@ -169,6 +218,8 @@ def _fitted_on_settings(
         top_ks=_distinct([int(one["top_k"]) for one in settings]),
         markers=markers,
         forms=forms,
+        thinking=_distinct([str(one.get("thinking", "off")) for one in settings]),
+        weights=_distinct([digest for one in settings if (digest := digest_of_files(one))]),
     )
 
 

@@ -44,6 +44,8 @@ class FittedOnHeader(_Strict):
     top_ks: tuple[int, ...] = Field(min_length=1)
     markers: tuple[Text, ...] = Field(min_length=1)
     forms: tuple[Text, ...] = Field(min_length=1)
+    thinking: tuple[Text, ...] = ()
+    weights: tuple[Text, ...] = ()
 
 
 class Header(_Strict):

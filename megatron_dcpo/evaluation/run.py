@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,8 +27,10 @@ from megatron_dcpo.evaluation.evaluate import (
     evaluate_benchmark,
     rejudge,
 )
+from megatron_dcpo.evaluation.fit_record import fitted_on_of
 from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.kinds import check_kinds
+from megatron_dcpo.evaluation.model_files import files_of
 from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
 from megatron_dcpo.evaluation.problems import (
     BenchmarkOptions,
@@ -64,6 +67,8 @@ from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG, OWN_ROLLOUT
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_MINUTES = 24 * 60  # for which a rank waits for the slowest one
 TESTS_FILE = "tests.jsonl.gz"  # next to samples.jsonl: needed to judge programs again
@@ -119,7 +124,9 @@ def run_evaluation(
         if launched_rank() > 0:
             return {}
         judged = _with_kept_states(config, judged)
+    source = samples or str(Path(config.run_dir, FILE))
     if predictor is not None:
+        _warn_of_other_answers(predictor, options.calibrator, source, judged)
         judged = predictor.apply(judged)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
     evaluation = score_samples(
@@ -132,7 +139,6 @@ def run_evaluation(
     )
     if config.judging.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.judging.marker
-    source = Path(samples) if samples else Path(config.run_dir, "samples.jsonl")
     evaluation["sampled"] = _sampling_of(source)
     write_evaluation(config.run_dir, evaluation, judged)
     if judge_again or not samples:
@@ -176,6 +182,26 @@ def _load_predictor(config: EvaluateConfig, samples: str) -> Posthoc | None:
     return predictor
 
 
+def _warn_of_other_answers(
+    predictor: Posthoc, path: str, source: str, judged: Sequence[Sample]
+) -> None:
+    """Say how the answers differ from those that a predictor was fitted on, as far as the settings
+    next to both are known.
+    """
+    fitted = predictor.record.fitted_on if predictor.record else None
+    asked = fitted_on_of([source], judged)
+    if fitted is None or asked is None:
+        return
+    differences = fitted.differences(asked)
+    if differences:
+        logger.warning(
+            "%s was fitted on other answers than these (%s): its confidence need not be calibrated "
+            "here; fit one on such answers",
+            path,
+            "; ".join(differences),
+        )
+
+
 def _with_kept_states(config: EvaluateConfig, judged: list[Sample]) -> list[Sample]:
     """Return the samples with the model's states, which are also written next to their file; the
     samples themselves if the states are not to be kept.
@@ -195,7 +221,7 @@ def evaluation_of_samples(samples: str) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _sampling_of(samples: Path) -> dict[str, Any]:
+def _sampling_of(samples: str) -> dict[str, Any]:
     """Return how a file of samples was sampled, from the settings next to it; {} if unknown."""
     settings = settings_next_to(samples) or {}
     keys = (*SAMPLING, "template", "thinking")
@@ -299,7 +325,7 @@ def _new_samples(
             check(settings)
     else:
         settings = settings_of(config, model_name(config), date)
-        settings |= _files_of(config)
+        settings |= files_of(config.model.path, config.model.adapter_path)
         if launched_rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
         from megatron_dcpo.evaluation.local_model import sample_model
@@ -489,27 +515,3 @@ def _source_settings(source: SourceConfig) -> dict[str, Any]:
         "verifier": source.verifier and as_written(source.verifier),
         "template": source.template,
     }
-
-
-def _files_of(config: EvaluateConfig) -> dict[str, Any]:
-    """Return what the files of the model, and of its adapter, are in ``settings.json``: a model of
-    the hub is named by its commit.
-    """
-    commit = hub.commit_of(config.model.path)
-    files: dict[str, Any] = {"commit": commit}
-    if commit is None:
-        files = {"weights": _weights(Path(config.model.path))}
-    if config.model.adapter_path:
-        files["adapter"] = _weights(Path(config.model.adapter_path))
-    return files
-
-
-def _weights(model: Path) -> dict[str, list[int]]:
-    """Return size (bytes) and modification time (ns) of a model's files, because a directory may
-    later hold other weights under the same name.
-    """
-    sizes = {}
-    for path in sorted(model.glob("*")):
-        if path.suffix in (".safetensors", ".bin", ".json"):
-            sizes[path.name] = [path.stat().st_size, path.stat().st_mtime_ns]
-    return sizes

@@ -4,7 +4,6 @@ request that is not of the kind on which it was fitted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ class Calibrator:
         if self.fitted_on is None:
             return ""
         model = str(body.get("model") or "")
-        if not _is_fitted_model(model, names, self.fitted_on.models):
+        if not _is_fitted_model(model, names, self.fitted_on):
             fitted = ", ".join(self.fitted_on.models)
             return f"the model is {model or 'not named'}, fitted was {fitted}"
         for option, values in _sampling(self.fitted_on).items():
@@ -152,7 +151,7 @@ def check_models(calibrator: Calibrator, path: str, names: Names) -> None:
     fitted_on = calibrator.fitted_on
     if fitted_on is None:
         return
-    if any(_is_fitted_model(model, names, fitted_on.models) for model in names):
+    if any(_is_fitted_model(model, names, fitted_on) for model in names):
         return
     raise UserError(
         f"{path}: it was fitted on {', '.join(fitted_on.models)}, and the upstream offers "
@@ -169,23 +168,14 @@ def _sampling(fitted_on: FittedOn) -> dict[str, tuple[float, ...]]:
     }
 
 
-def _is_fitted_model(model: str, names: Names, fitted: Sequence[str]) -> bool:
-    """Return whether a model is one of the ``fitted`` ones, under any of its names. A request
-    without a model is for the only one that there is.
+def _is_fitted_model(model: str, names: Names, fitted_on: FittedOn) -> bool:
+    """Return whether a model is one of the fitted ones, under any of its names. A request without a
+    model is for the only one that there is.
     """
     known = names.get(model, (model,))
     if not model and len(names) == 1:
         known = next(iter(names.values()))
-    for one in known:
-        if one in fitted:
-            return True
-        if one and any(_is_same_directory(one, other) for other in fitted):
-            return True
-    return False
-
-
-def _is_same_directory(one: str, other: str) -> bool:
-    return os.path.isdir(one) and os.path.realpath(one) == os.path.realpath(other)
+    return any(fitted_on.fits_model(one) for one in known)
 
 
 def prompt_texts(body: Mapping[str, Any], api: str) -> list[str]:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.before_number import BeforeNumber, RenderedAs
 from megatron_dcpo.evaluation.kinds import KIND, kind_of
+from megatron_dcpo.evaluation.model_files import digest_of_files, files_of
 from megatron_dcpo.evaluation.samples import Sample, shortened
 from megatron_dcpo.objectives.expected_brier import EXPECTED_BRIER
 from megatron_dcpo.objectives.supervised import find_loss
@@ -51,9 +52,6 @@ from megatron_dcpo.training.supervised import (
 )
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.weight_sync import DIRECTORY, export_adapter
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -349,6 +347,7 @@ def _describe(
     description = {
         "kind": "adapter",
         "model": hub.exact_name(config.model.path),
+        "files": digest_of_files(files_of(config.model.path)),
         "template": config.data.template,
         "thinking": config.data.thinking,
         "marker": asking.marker,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -345,3 +346,22 @@ def test_another_model_than_the_fitted_is_said(answers: Path, fitted: Path, tmp_
         )
         assert done.returncode == 0, done.stderr[-2000:]
         assert (str(other) in done.stderr) == said
+
+
+def test_other_weights_under_the_name_of_the_fitted_model_are_said(
+    answers: Path, fitted: Path, tmp_path: Path
+) -> None:
+    model, adapter = tmp_path / "policy", tmp_path / "fitted"
+    shutil.copytree(POLICY, model)
+    shutil.copytree(fitted, adapter)
+    description = json.loads((adapter / "confidence.json").read_text())
+    (adapter / "confidence.json").write_text(json.dumps({**description, "model": str(model)}))
+    for changed in (False, True):
+        if changed:
+            os.utime(model / "model.safetensors")
+        done = run(
+            *("calibrate", "--apply", adapter, "--samples", answers),
+            *("--out", tmp_path / "out.jsonl", "model.params_dtype=fp32"),
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert ("other files" in done.stderr) == changed

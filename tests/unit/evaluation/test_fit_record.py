@@ -56,6 +56,8 @@ def test_what_the_settings_say_is_kept(tmp_path: Path) -> None:
     assert fitted_on.top_ks == (20, 0)
     assert fitted_on.markers == ("<conf>",)
     assert fitted_on.forms == ("math",)
+    assert fitted_on.thinking == ("off",)
+    assert fitted_on.weights == ()
     (parts,) = fitted_on.instructions
     asked = confidence_instruction("2*3=")
     assert all(part in asked for part in parts)
@@ -63,6 +65,43 @@ def test_what_the_settings_say_is_kept(tmp_path: Path) -> None:
     both = fitted_on_of([first, again], read_samples(first))
     assert both is not None
     assert both.markers == ("<conf>", "<sure>")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"max_tokens": 32}, ""),
+        ({"model": "other"}, "model other, fitted was policy"),
+        ({"weights": {"model.safetensors": [8, 2]}}, "files have changed"),
+        ({"template": "raw"}, "template raw, fitted was paper"),
+        ({"temperature": 1.0}, "temperature 1, fitted was 0.7"),
+        ({"top_p": 1.0, "top_k": 0}, "top_p 1, fitted was 0.95; top_k 0, fitted was 20"),
+        ({"marker": "<sure>"}, "marker <sure>, fitted was <conf>"),
+        ({"thinking": "on"}, "thinking on, fitted was off"),
+    ],
+)
+def test_other_answers_than_the_fitted_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, object], said: str
+) -> None:
+    settings = SETTINGS | {"weights": {"model.safetensors": [8, 1]}}
+    calibrate(tmp_path / "c.npz", directory(tmp_path / "a", **settings))
+    others = directory(tmp_path / "b", **settings | changed)
+    command = ["evaluate", "--samples", others, "--calibrator", str(tmp_path / "c.npz")]
+    assert main([*command, "--resamples", "0", "--out", str(tmp_path / "out")]) == 0
+    assert said in caplog.text
+    assert ("fitted on other answers" in caplog.text) == bool(said)
+
+
+def test_a_model_has_the_names_of_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "policy")
+    file = directory(tmp_path / "a", **SETTINGS | {"model": str(tmp_path / "policy")})
+    fitted_on = fitted_on_of([file], read_samples(file))
+    assert fitted_on is not None
+    assert fitted_on.fits_model(str(tmp_path / "link"))
+    assert not fitted_on.fits_model(str(tmp_path / "a"))
+    assert not fitted_on.fits_model("")
 
 
 def test_held_out_predictions_and_labels_are_kept(tmp_path: Path) -> None:
