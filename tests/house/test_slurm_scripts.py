@@ -123,11 +123,13 @@ done
 while [[ $1 == --* ]]; do shift; done
 for node in ${nodes//,/ }; do SLURMD_NODENAME=$node STEP_NODES=$number "$@"; done
 """
-# notes what it was called with, on which node; a training lasts until the last engine was started
+# notes what it was called with, on which node; a training lasts until every engine was started
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$SLURMD_NODENAME" "$STEP_NODES" "$@" > "$RAN/$SLURMD_NODENAME"
 if [[ " $* " == *" --nnodes "* ]]; then
-    for _ in {1..200}; do [[ -s $RAN/$LAST_NODE ]] && break; sleep 0.1; done
+    for engine in $(grep -o 'n[0-9]*:8000' <<< "$*"); do
+        for _ in {1..200}; do [[ -s $RAN/${engine%:*} ]] && break; sleep 0.1; done
+    done
 fi
 """
 
@@ -145,7 +147,6 @@ def run_beside(folder, nodes, **environment):
     job = {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "RAN": str(ran),
-        "LAST_NODE": f"n{nodes}",
         "SLURM_JOB_ID": "30007",
         "SLURM_JOB_NODELIST": "n",
         "SLURM_GPUS_ON_NODE": "8",
