@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -309,6 +309,16 @@ def check_config_exists(path: str) -> None:
         raise UserError(f"--config {path} is a directory; name the YAML file in it")
     if not Path(path).is_file():
         raise UserError(f"config file {path} does not exist{places(path)}")
+
+
+def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise :class:`UserError` for the first of these options that is given, because it would be
+    ignored; ``why`` follows its name. Their defaults are None, False or an empty text.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False and value != "":
+            raise UserError(f"--{name.replace('_', '-')} {why}")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,16 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.cli import VERBS, add_kinds_argument, positive_int
+from megatron_dcpo.cli import VERBS, add_kinds_argument, positive_int, refuse_given
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 
 logger = logging.getLogger(__name__)
+
+_HELD_OUT = 0.2
+_EPOCHS = 200
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -37,8 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--kind",
         "--method",
-        dest="method",
-        default="logistic",
+        dest="kind",
         help="logistic (default), confclass, temperature, platt, isotonic or adapter",
     )
     parser.add_argument(
@@ -70,16 +72,21 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--held-out",
         type=float,
-        default=0.2,
+        metavar="SHARE",
         help="share of the problems to hold out (default 0.2; 0: fit on all)",
     )
     parser.add_argument(
         "--epochs",
         type=positive_int,
-        default=200,
+        metavar="N",
         help="confclass: maximum number of passes over the samples (default 200)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the choice of held-out problems, and of a fit that begins at random (default 0)",
+    )
     of_adapter = parser.add_argument_group("adapter")
     of_adapter.add_argument(
         "--model",
@@ -146,10 +153,8 @@ def _source(args: argparse.Namespace) -> str | None:
     reads_task = args.features in ("task", "stack")
     if args.task_column and not reads_task:
         raise UserError("--task-column goes with --features task and stack")
-    if args.features and args.method != "logistic":
-        raise UserError(
-            f"--features goes with --kind logistic; --kind {args.method} reads --source"
-        )
+    if args.features and args.kind != "logistic":
+        raise UserError(f"--features goes with --kind logistic; --kind {args.kind} reads --source")
     if args.features and args.source and args.source != args.features:
         raise UserError(f"--features {args.features} and --source {args.source} differ")
     if reads_task and args.task_column:
@@ -159,9 +164,8 @@ def _source(args: argparse.Namespace) -> str | None:
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher", "decimals", "target", "read", "demonstrations", "resume"):
-        if getattr(args, name):
-            raise UserError(f"--{name} goes with --kind adapter")
+    names = ("model", "teacher", "decimals", "target", "read", "demonstrations", "resume")
+    refuse_given(args, names, "goes with --kind adapter")
     if args.overrides:
         raise UserError(f"{args.overrides[0]} goes with --kind adapter")
 
@@ -183,20 +187,28 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _separate_overrides(args)
-    if args.method == "adapter" or args.apply:
+    if args.apply:
+        of_a_fit = ["held_out", "seed"] if args.kind == "adapter" else ["kind", "held_out", "seed"]
+        refuse_given(args, of_a_fit, "does not go with --apply, which fits nothing")
+    args.kind = args.kind or "logistic"
+    args.held_out = _HELD_OUT if args.held_out is None else args.held_out
+    args.seed = args.seed or 0
+    if args.kind == "adapter" or args.apply:
         from megatron_dcpo.cli import calibrate_adapter
 
         return calibrate_adapter.run(args)
     _refuse_options_of_adapter(args)
+    if args.kind != "confclass":
+        refuse_given(args, ["epochs"], "goes with --kind confclass, and is the most of its passes")
     from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
 
     options = PosthocFit(
-        method=args.method,
+        method=args.kind,
         source=_source(args),
         held_out=args.held_out,
         seed=args.seed,
-        epochs=args.epochs,
+        epochs=args.epochs or _EPOCHS,
         kinds_by=args.kinds or args.task_column or "",
     )
     scores = fit_on_files(args.samples, args.out, options)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli import refuse_given
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -58,20 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    for name in ("source", "features", "task_column"):
-        if getattr(args, name):
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} does not go with --kind adapter; remove it")
+    names = ("source", "features", "task_column")
+    refuse_given(args, names, "does not go with --kind adapter; remove it")
+    refuse_given(args, ["epochs"], "goes with --kind confclass; of an adapter: training.epochs=N")
     if args.apply:
-        for name in ("teacher", "decimals", "target", "kinds", "resume"):
-            if getattr(args, name):
-                raise UserError(f"--{name} does not go with --apply, which fits nothing")
+        of_a_fit = ("teacher", "decimals", "target", "kinds", "resume")
+        refuse_given(args, of_a_fit, "does not go with --apply, which fits nothing")
         _check_written(args)
         return
-    if args.read:
-        raise UserError("--read goes with --apply; a fit shows the scores of every reading")
-    if args.demonstrations:
-        raise UserError("--demonstrations goes with --apply")
+    refuse_given(args, ["read"], "goes with --apply; a fit shows the scores of every reading")
+    refuse_given(args, ["demonstrations"], "goes with --apply")
     if not args.model:
         raise UserError("--kind adapter needs --model DIR: the model that the adapter is added to")
 

@@ -81,6 +81,20 @@ SHORTHANDS: Mapping[str, str] = {
     "program_seconds": "judging.program_seconds",
     "memory_mb": "judging.memory_mb",
 }
+# the options that --samples reads, and those that it reads with --rejudge
+_OF_SAMPLES = (
+    "run_dir",
+    "judging.marker",
+    "evaluation.confidence",
+    "evaluation.calibrator",
+    "evaluation.kinds",
+    "evaluation.resamples",
+    "evaluation.seed",
+)
+_OF_JUDGING = ("judging.", "data.sources")
+_OF_SERVER = ("endpoint.",)
+_OF_MODEL = ("model.", "rollout.")
+_OF_BOTH = ("rollout.max_response_length",)
 _DTYPES = {"auto": "auto", "float32": "fp32", "bfloat16": "bf16"}  # values of --dtype
 
 
@@ -312,7 +326,11 @@ def run(args: argparse.Namespace) -> int:
     judge_again = arguments.get("rejudge", False)
     if judge_again and not samples:
         raise UserError("--rejudge needs --samples FILE; new responses are judged anyway")
+    if samples:
+        _check_options_of_samples(arguments, judge_again=judge_again)
     config = configuration(arguments)
+    if not samples:
+        _check_options_of_source(arguments, config)
     with _progress() as progress:
         evaluation = run_evaluation(
             config,
@@ -330,6 +348,47 @@ def run(args: argparse.Namespace) -> int:
     _print_evaluation(evaluation)
     print(printable(f"wrote {args.out}"))
     return 0
+
+
+def _check_options_of_samples(arguments: Mapping[str, Any], *, judge_again: bool) -> None:
+    """Raise :class:`UserError` for an option that changes nothing about answers that there are. A
+    configuration file may have it, since it describes other evaluations as well.
+    """
+    if arguments.get("as_trained") and not judge_again:
+        raise UserError("--as-trained judges as in that run; add --rejudge, or remove it")
+    for option in overrides_of(arguments):
+        if option in _OF_SAMPLES:
+            continue
+        written = _as_written(option, arguments)
+        if not option.startswith(_OF_JUDGING):
+            raise UserError(
+                f"{written} does not go with --samples, which scores the answers that there are; "
+                "remove it"
+            )
+        if not judge_again:
+            raise UserError(f"{written} is an option of judging; add --rejudge, or remove it")
+
+
+def _check_options_of_source(arguments: Mapping[str, Any], config: EvaluateConfig) -> None:
+    """Raise :class:`UserError` for an option of a server where a model in this process is sampled,
+    or the other way round. A configuration file may have both.
+    """
+    unread: tuple[str, ...] = _OF_SERVER
+    source = "a model in this process"
+    if config.endpoint.url:
+        unread, source = _OF_MODEL, "a server"
+    for option in overrides_of(arguments):
+        if option.startswith(unread) and option not in _OF_BOTH:
+            written = _as_written(option, arguments)
+            raise UserError(f"{written} changes nothing about the answers of {source}; remove it")
+
+
+def _as_written(option: str, arguments: Mapping[str, Any]) -> str:
+    """Return an option as it stands on the command line: the flag for it, or its dotted name."""
+    for flag, name in SHORTHANDS.items():
+        if name == option and flag in arguments:
+            return f"--{flag.replace('_', '-')}"
+    return option
 
 
 def configuration(arguments: Mapping[str, Any]) -> EvaluateConfig:

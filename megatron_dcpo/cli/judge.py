@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
+from megatron_dcpo.cli import (
+    VERBS,
+    add_judging_arguments,
+    positive_int,
+    program_limits,
+    refuse_given,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -62,17 +68,27 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--show",
         type=int,
-        default=20,
+        metavar="N",
         help="number of disagreements with string equality to print (default 20)",
     )
     parser.set_defaults(run=run)
 
 
+_SHOWN = 20
+_LIMITS = ("sandbox", "test_seconds", "program_seconds", "memory_mb")
+
+
 def run(args: argparse.Namespace) -> int:
     if args.programs:
+        refuse_given(args, ["verifier", "threshold", "show"], "goes with --pairs")
         return _judge_programs(args)
+    refuse_given(args, ["workers"], "goes with --programs")
     if args.verifier not in (None, "math"):
+        refuse_given(args, ["show"], "goes with --pairs that are judged as mathematics")
         return _judge_by_function(args)
+    refuse_given(args, ["threshold"], "goes with a --verifier that scores")
+    refuse_given(args, _LIMITS, "goes with --programs, or with a --verifier of yours")
+    shown = _SHOWN if args.show is None else args.show
     judged = judge_pairs(_read_pairs(args.pairs))
     if args.json:
         for pair in judged:
@@ -88,10 +104,10 @@ def run(args: argparse.Namespace) -> int:
         f"{numbers['pairs']} pairs, {numbers['correct']} correct, "
         f"{numbers['string_equal']} equal as strings"
     )
-    for row in numbers["disagreements"][: args.show]:
+    for row in numbers["disagreements"][:shown]:
         verdict = "accepted" if row["correct"] else "rejected"
         print(f"  {verdict} {row['count']}x  {row['answer']!r}  against  {row['reference']!r}")
-    hidden = len(numbers["disagreements"]) - args.show
+    hidden = len(numbers["disagreements"]) - shown
     if hidden > 0:
         print(f"  ... and {hidden} more (--show)")
     return 0

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, as_options, load_config, train
+from megatron_dcpo.cli import VERBS, as_options, load_config, refuse_given, train
 from megatron_dcpo.errors import (
     EXIT_INTERRUPTED,
     EXIT_PEER_LOST,
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     parser.add_argument("--engine-command", default="")
     ours, torchrun_options = parser.parse_known_args(options)
     if not ours.engines:
+        refuse_given(ours, ["engine_command"], "goes with --engines M")
         return _launch(args.processes, torchrun_options, verb)
     if not args.processes.isdecimal() or ours.engines < 1:
         raise UserError(

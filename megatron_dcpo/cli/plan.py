@@ -6,12 +6,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, positive_int
+from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, positive_int, refuse_given
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.planning.machine import Machine, Rates
+
+# what Machine and Rates take of the GPUs that --gpus N names
+_OF_MACHINE = ("gpu_memory_gb", "reserve_gb", "engine_gpus")
+_OF_RATES = ("peak_tflops", "mfu", "hbm_gbps", "nvlink_gbps", "link_gbps", "gpus_per_node")
+_OF_SIMULATION = ("lengths", "judge_seconds", "judges_per_node")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -31,7 +38,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--engine-gpus",
         type=positive_int,
-        default=0,
         metavar="M",
         help="GPUs of rollout.engine=server, in addition to the N",
     )
@@ -46,31 +52,37 @@ def add_parser(subparsers: Subparsers) -> None:
         parser.add_argument(
             f"--{name}",
             type=_positive,
-            default=default,
             metavar="X",
             help=f"{what} (default {default:g})",
         )
-    parser.add_argument(
-        "--gpus-per-node", type=positive_int, default=8, metavar="N", help="default 8"
-    )
+    parser.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="default 8")
     parser.add_argument(
         "--reserve-gb",
         type=float,
-        default=5.0,
         metavar="X",
         help="context, NCCL, fragmentation, GB (default 5)",
     )
     parser.add_argument(
         "--response-tokens",
         type=positive_int,
-        default=0,
         metavar="N",
         help="mean response length (default: the longest)",
     )
-    parser.add_argument(
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
         "--simulate",
         action="store_true",
         help="simulate a step event by event and show what waits for what",
+    )
+    shown.add_argument(
+        "--fastest",
+        action="store_true",
+        help="the fastest layouts that fit, and the options that make them",
+    )
+    shown.add_argument(
+        "--reshard",
+        action="store_true",
+        help="print only the copy plan of a weight synchronization",
     )
     parser.add_argument(
         "--lengths",
@@ -80,26 +92,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--judge-seconds",
         type=_positive,
-        default=0.05,
         metavar="X",
-        help="seconds to judge a response (default 0.05)",
+        help="seconds to judge a response, with --simulate (default 0.05)",
     )
     parser.add_argument(
         "--judges-per-node",
         type=positive_int,
-        default=16,
         metavar="N",
-        help="responses judged at a time (default 16)",
-    )
-    parser.add_argument(
-        "--fastest",
-        action="store_true",
-        help="the fastest layouts that fit, and the options that make them",
-    )
-    parser.add_argument(
-        "--reshard",
-        action="store_true",
-        help="print only the copy plan of a weight synchronization",
+        help="responses judged at a time, with --simulate (default 16)",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -113,8 +113,9 @@ def _positive(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.errors import EXIT_DOES_NOT_FIT, UserError
+    from megatron_dcpo.errors import EXIT_DOES_NOT_FIT
 
+    _refuse_what_is_not_read(args)
     if args.reshard:
         config = load_config(args.config, args.overrides)
         from megatron_dcpo.planning.report import reshard_facts, reshard_lines
@@ -122,36 +123,15 @@ def run(args: argparse.Namespace) -> int:
         facts = reshard_facts(config, args.gpus)
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
         return 0
-    if args.mfu > 1:
-        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
-    if not 0 <= args.reserve_gb < args.gpu_memory_gb:
-        raise UserError(
-            f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb "
-            f"{args.gpu_memory_gb:g}"
-        )
     config = load_config(args.config, args.overrides)
-    from megatron_dcpo.planning.machine import Machine, Rates, this_machine
+    from megatron_dcpo.planning.machine import this_machine
     from megatron_dcpo.planning.plan import architecture_of, as_dict, make_plan
 
     if args.gpus is None:
         arch = architecture_of(config.model.path)
-        machine, rates = this_machine(config, arch, args.response_tokens)
+        machine, rates = this_machine(config, arch, args.response_tokens or 0)
     else:
-        machine = Machine(
-            args.gpus,
-            args.gpu_memory_gb,
-            args.reserve_gb,
-            args.response_tokens,
-            engine_gpus=args.engine_gpus,
-        )
-        rates = Rates(
-            peak_tflops=args.peak_tflops,
-            mfu=args.mfu,
-            hbm_gbps=args.hbm_gbps,
-            nvlink_gbps=args.nvlink_gbps,
-            link_gbps=args.link_gbps,
-            gpus_per_node=args.gpus_per_node,
-        )
+        machine, rates = _named_machine(args)
     if args.simulate:
         from megatron_dcpo.planning.simulate import (
             Assumptions,
@@ -161,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             scenarios,
         )
 
-        assumed = Assumptions(args.judge_seconds, args.judges_per_node)
+        assumed = Assumptions(**_given(args, ("judge_seconds", "judges_per_node")))
         lengths = read_lengths(args.lengths) if args.lengths else ()
         simulated = scenarios(config, machine, rates, assumed, lengths)
         if args.json:
@@ -188,3 +168,38 @@ def run(args: argparse.Namespace) -> int:
 
         print_plan(plan)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _refuse_what_is_not_read(args: argparse.Namespace) -> None:
+    """Raise :class:`UserError` for an option that changes nothing about what is asked for."""
+    if args.reshard:
+        unread = (*_OF_MACHINE, *_OF_RATES, *_OF_SIMULATION, "response_tokens")
+        refuse_given(args, unread, "does not go with --reshard, which counts bytes alone")
+    if not args.simulate:
+        refuse_given(args, _OF_SIMULATION, "goes with --simulate")
+    if args.gpus is None:
+        why = "goes with --gpus N; without it this machine is planned for"
+        refuse_given(args, (*_OF_MACHINE, *_OF_RATES), why)
+
+
+def _named_machine(args: argparse.Namespace) -> tuple[Machine, Rates]:
+    """Return the machine that the options name, and its rates. Raises :class:`UserError`."""
+    from megatron_dcpo.errors import UserError
+    from megatron_dcpo.planning.machine import Machine, Rates
+
+    rates = Rates(**_given(args, _OF_RATES))
+    machine = Machine(gpus=args.gpus, **_given(args, (*_OF_MACHINE, "response_tokens")))
+    if rates.mfu > 1:
+        raise UserError(f"--mfu {rates.mfu:g} is above 1; it is a share of --peak-tflops")
+    if not 0 <= machine.reserve_gb < machine.gpu_memory_gb:
+        raise UserError(
+            f"--reserve-gb {machine.reserve_gb:g} is outside 0 ... --gpu-memory-gb "
+            f"{machine.gpu_memory_gb:g}"
+        )
+    return machine, rates
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the options that are given, by name."""
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

@@ -12,13 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_kinds_argument
+from megatron_dcpo.cli import VERBS, add_kinds_argument, refuse_given
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.evaluation.runs import EvaluatedRun
+
+
+_TITLE = "Accuracy and calibration"
+_PORT = 8765
+# options of the page that is written
+_OF_A_PAGE = ("columns", "out", "title", "against", "kinds", "json")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -45,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="file of the page (default: report.html in the first RUN)"
     )
-    parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
+    parser.add_argument("--title", help="heading of the page (default: Accuracy and calibration)")
     parser.add_argument(
         "--against",
         metavar="paper|FILE",
@@ -60,9 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="follow one RUN in a browser on this machine while it trains",
     )
-    parser.add_argument(
-        "--port", type=int, default=8765, help="port of --serve (default 8765; 0: any free port)"
-    )
+    parser.add_argument("--port", type=int, help="port of --serve (default 8765; 0: any free port)")
     parser.set_defaults(run=run)
 
 
@@ -76,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.evaluation.runs import find_runs, with_kinds
 
     if args.serve:
-        return serve(args.runs, args.port)
+        refuse_given(args, _OF_A_PAGE, "does not go with --serve, which writes no page")
+        return serve(args.runs, _PORT if args.port is None else args.port)
+    refuse_given(args, ["port"], "goes with --serve")
     columns = parse_columns(args.columns) if args.columns else None
     runs = find_runs(args.runs, columns)
     if args.kinds:
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         target = first.with_name(f"{first.stem}.report.html")
     evaluations = {one.name: one.evaluation for one in runs}
     try:
-        page = report.write_report(runs, target, args.title, against)
+        page = report.write_report(runs, target, args.title or _TITLE, against)
         numbers = report.comparison(runs)
         compared = published.compare(evaluations, against)
         if not args.json:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_config_arguments, load_config
+from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, refuse_given
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.dry_run:
+        refuse_given(args, ["allow_missing"], "goes with --dry-run")
     prepare_process(args)
     config = load_config(args.config, overrides_of(args))
     if args.dry_run:

@@ -227,7 +227,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     # other verbs
     "samples that are not there": (
         nothing,
-        ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "o"],
+        ["evaluate", "--samples", "s.jsonl", "--out", "o"],
         ["s.jsonl"],
     ),
     "an evaluation into a file": (
@@ -247,15 +247,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     ),
     "an evaluation to where no file can be": (
         sampled,
-        [
-            "evaluate",
-            "--samples",
-            "s.jsonl",
-            "--benchmarks",
-            "mine=train.jsonl",
-            "--out",
-            "/proc/x",
-        ],
+        ["evaluate", "--samples", "s.jsonl", "--out", "/proc/x"],
         ["/proc/x"],
     ),
     "an evaluation of nothing": (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.cli import as_options
+from megatron_dcpo.cli import as_options, main
 from megatron_dcpo.cli import evaluate as cli
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
@@ -49,6 +49,53 @@ def test_a_flag_is_a_shorthand_for_an_option(flag: list[str], option: str, value
     section, _, name = option.partition(".")
     assert getattr(getattr(by_flag, section), name) == value
     assert by_flag == by_override == config_of("--model", "m", *flag, f"{option}={value}")
+
+
+SAMPLES = ["--samples", "gone.jsonl"]
+MODEL = ["--model", "gone", "--benchmarks", "math500"]
+SERVER = ["--endpoint", "http://127.0.0.1:9/v1", "--benchmarks", "math500"]
+UNREAD = [
+    (SAMPLES, ["--limit", "5"], "--limit"),
+    (SAMPLES, ["--benchmarks", "math500"], "--benchmarks"),
+    (SAMPLES, ["--temperature", "0.3"], "--temperature"),
+    (SAMPLES, ["--keep", "states"], "--keep"),
+    (SAMPLES, ["--model-name", "m"], "--model-name"),
+    (SAMPLES, ["evaluation.samples=3"], "evaluation.samples"),
+    (SAMPLES, ["--threshold", "0.9"], "--threshold"),
+    (SAMPLES, ["judging.graded=true"], "judging.graded"),
+    (SAMPLES, ["--as-trained", "run.yaml"], "--as-trained"),
+    ([*SAMPLES, "--rejudge"], ["--top-k", "4"], "--top-k"),
+    (MODEL, ["--concurrency", "4"], "--concurrency"),
+    (MODEL, ["endpoint.model=m"], "endpoint.model"),
+    (SERVER, ["--batch-size", "4"], "--batch-size"),
+    (SERVER, ["--dtype", "float32"], "--dtype"),
+    (SERVER, ["rollout.engine=vllm"], "rollout.engine"),
+]
+READ = [
+    (SAMPLES, ["--kinds", "digits", "--resamples", "0", "--seed", "4", "--marker", "<sure>"]),
+    (SAMPLES, ["--confidence", "token"]),
+    ([*SAMPLES, "--rejudge"], ["--threshold", "0.9", "--test-seconds", "4"]),
+    (SERVER, ["rollout.max_response_length=64", "--data-dir", "gone"]),
+    (MODEL, ["--dtype", "float32", "--batch-size", "3", "--engine", "transformers"]),
+]
+
+
+@pytest.mark.parametrize(("source", "words", "named"), UNREAD, ids=lambda value: value[-1])
+def test_an_option_that_changes_nothing_is_refused(
+    source: list[str], words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *source, *words, "--out", "r"]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("source", "words"), READ, ids=lambda value: value[0])
+def test_an_option_that_is_read_is_not(
+    source: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *source, *words, "--out", "r"]) == 2
+    said = capsys.readouterr().err
+    assert "remove it" not in said
+    assert not any(word.partition("=")[0] in said for word in words if word.startswith("--"))
 
 
 def test_every_shorthand_names_an_option() -> None:

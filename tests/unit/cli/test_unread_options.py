@@ -1,0 +1,86 @@
+"""An option that would be ignored is refused by name, before anything is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dcpo.cli import main
+
+PLAN = ["plan", "--config", "gone.yaml"]
+PAIRS = ["judge", "--pairs", "gone.jsonl"]
+PROGRAMS = ["judge", "--programs", "gone.jsonl"]
+REPORT = ["report", "gone"]
+CALIBRATE = ["calibrate", "--samples", "gone.jsonl", "--out", "o"]
+APPLY = [*CALIBRATE, "--apply", "gone"]
+ADAPTER = [*CALIBRATE, "--kind", "adapter", "--model", "gone"]
+UNREAD = [
+    (PLAN, ["--gpu-memory-gb", "40"]),
+    (PLAN, ["--gpus-per-node", "4"]),
+    (PLAN, ["--engine-gpus", "4"]),
+    ([*PLAN, "--gpus", "8"], ["--lengths", "gone.txt"]),
+    ([*PLAN, "--gpus", "8"], ["--judge-seconds", "2"]),
+    ([*PLAN, "--gpus", "8", "--fastest"], ["--judges-per-node", "2"]),
+    ([*PLAN, "--gpus", "8", "--reshard"], ["--peak-tflops", "500"]),
+    ([*PLAN, "--gpus", "8", "--reshard"], ["--response-tokens", "500"]),
+    (PAIRS, ["--workers", "2"]),
+    (PAIRS, ["--threshold", "0.5"]),
+    (PAIRS, ["--sandbox", "unsafe"]),
+    ([*PAIRS, "--verifier", "exact"], ["--show", "3"]),
+    (PROGRAMS, ["--verifier", "exact"]),
+    (PROGRAMS, ["--show", "0"]),
+    (REPORT, ["--port", "0"]),
+    ([*REPORT, "--serve"], ["--out", "r.html"]),
+    ([*REPORT, "--serve"], ["--kinds", "level"]),
+    ([*REPORT, "--serve"], ["--json"]),
+    (CALIBRATE, ["--epochs", "200"]),
+    (CALIBRATE, ["--teacher", "task"]),
+    (APPLY, ["--held-out", "0"]),
+    (APPLY, ["--seed", "0"]),
+    (APPLY, ["--epochs", "3"]),
+    (APPLY, ["--kind", "isotonic"]),
+    (ADAPTER, ["--epochs", "3"]),
+    (ADAPTER, ["--read", "mean"]),
+    (["train", "--config", "gone.yaml"], ["--allow-missing"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), UNREAD, ids=[" ".join([one[0], *words]) for one, words in UNREAD]
+)
+def test_an_option_that_is_not_read_is_refused(
+    command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *words]) == 2
+    said = capsys.readouterr().err
+    assert words[0] in said
+    assert "gone" not in said
+
+
+@pytest.mark.parametrize("other", ["--reshard", "--simulate"])
+def test_a_plan_shows_one_thing(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*PLAN, "--gpus", "8", "--fastest", other])
+    assert "--fastest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*PLAN, "--response-tokens", "500"],
+        [*PLAN, "--gpus", "8", "--simulate", "--judge-seconds", "2", "--mfu", "0.3"],
+        [*PLAN, "--gpus", "8", "--reshard"],
+        [*PAIRS, "--show", "3"],
+        [*PAIRS, "--verifier", "f1", "--threshold", "0.5"],
+        [*PROGRAMS, "--workers", "2", "--test-seconds", "3"],
+        [*REPORT, "--kinds", "level", "--json"],
+        [*CALIBRATE, "--kind", "confclass", "--epochs", "3", "--held-out", "0", "--seed", "1"],
+        [*APPLY, "--read", "greedy"],
+        [*ADAPTER, "--held-out", "0", "--teacher", "task"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_is_read_is_not(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 2
+    assert "gone" in capsys.readouterr().err
