@@ -29,6 +29,26 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "training": {"epochs": 2, "save_interval": 0, "export_hf": False},
 }
 
+# the options of dcpo sft that a flag sets here
+_FLAGS: Mapping[str, str] = {
+    "run_dir": "--out",
+    "seed": "--seed",
+    "model.path": "--model",
+    "data.path": "--samples",
+    "objective.name": "--target",
+    "evaluation.path": "--held-out",
+}
+# those that a fit does not read, and the only ones that --apply reads
+_NOT_OF_A_FIT = ("data.columns", "data.limit")
+_OF_APPLY = (
+    "model.",
+    "parallel.",
+    "data.examples_per_step",
+    "data.max_length",
+    "training.micro_batch_size",
+    "training.max_tokens_per_micro_batch",
+)
+
 # the settings of an evaluation that decide a prompt, and those that it leaves out
 _ASKED = ("template", "thinking", "marker")
 _USUAL = {"thinking": "off", "marker": CONFIDENCE_TAG}
@@ -265,11 +285,24 @@ def _configured(
     if args.resume:
         values = overridden(values, "training.resume", args.resume)
     for name, value in parse_overrides(args.overrides).items():
+        _check_is_read(name, applies=bool(args.apply))
         values = overridden(values, name, value)
     if args.held_out and not args.apply:
         path = {"path": args.samples[0]}
         values["evaluation"] = {"interval": 10**9, **values.get("evaluation", {}), **path}
     return validate_supervised(values, "dcpo calibrate")
+
+
+def _check_is_read(option: str, *, applies: bool) -> None:
+    """Raise :class:`UserError` for an option of ``dcpo sft`` that would be ignored here, or that a
+    flag sets.
+    """
+    if option in _FLAGS:
+        raise UserError(f"{option}: dcpo calibrate takes it from {_FLAGS[option]}; remove it")
+    if applies and not option.startswith(_OF_APPLY):
+        raise UserError(f"{option} changes nothing about what --apply reads out; remove it")
+    if option.startswith(_NOT_OF_A_FIT):
+        raise UserError(f"{option} is of demonstrations, and --samples are none; remove it")
 
 
 def _settings_of(paths: Sequence[str]) -> dict[str, Any]:
