@@ -14,6 +14,7 @@ contributions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_dcpo.objectives.options import (
 )
 from megatron_dcpo.objectives.presets import PRESETS
 from megatron_dcpo.runtime.plugins import is_import_path, load_object
+from megatron_dcpo.types import BLOCKS
 
 __all__ = [
     "METHODS",
@@ -97,11 +99,14 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     for name, value in own_options.items():
         _check_own_option(name, value, method.own_options[name])
     values = ObjectiveConfig().model_dump()
-    for layer in (preset, defaults, config.explicit):
+    for layer in (preset, defaults):
         values.update(layer)
+    changed = [name for name, value in config.explicit.items() if value != values[name]]
+    values.update(config.explicit)
     values["options"] = own_options
     resolved = ObjectiveConfig(**values)
     _check_length(resolved)
+    _refuse_without_effect(resolved, method, changed)
     return resolved
 
 
@@ -129,6 +134,46 @@ def _refuse_ignored(config: ObjectiveConfig, method: Method) -> None:
         f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it (or "
         f"set it to null){hint}"
     )
+
+
+# options that are read only if another one says so: when, and what that is
+_READ_WITH: Mapping[str, tuple[Callable[[ObjectiveConfig], bool], str]] = {
+    "kl_estimator": (lambda options: any(options.blocks("kl_coef")), "objective.kl_coef"),
+    "tis_mode": (lambda options: options.tis_level != "none", "objective.tis_level"),
+    "tis_floor": (lambda options: options.tis_level != "none", "objective.tis_level"),
+    "tis_cap": (lambda options: options.tis_level != "none", "objective.tis_level"),
+    "entropy_delta": (lambda options: options.entropy_target > 0, "objective.entropy_target"),
+    "overlong_penalty": (lambda options: options.overlong_buffer > 0, "objective.overlong_buffer"),
+    "malformed_penalty": (
+        lambda options: options.malformed_placement != "sentinel",
+        "another objective.malformed_placement than sentinel, which scores c = -1 instead",
+    ),
+}
+
+
+def _refuse_without_effect(
+    resolved: ObjectiveConfig, method: Method, changed: Collection[str]
+) -> None:
+    """Raise :class:`UserError` for an option with another value than the method's or the preset's,
+    if the mechanism that it is of is off.
+    """
+    for name, (is_read, needs) in _READ_WITH.items():
+        if name in changed and not is_read(resolved):
+            raise UserError(f"objective.{name} has no effect without {needs}")
+    names = (f"advantage_normalization_{block}" for block in BLOCKS)
+    normalizations = [getattr(resolved, name) for name in names if name in method.reads]
+    for name in ("ddof", "eps"):
+        if name in changed and normalizations and "std" not in normalizations:
+            raise UserError(
+                f"objective.{name} has no effect without objective.advantage_normalization=std"
+            )
+    baseline = resolved.options.get("confidence_baseline")
+    normalization = resolved.advantage_normalization_confidence
+    if baseline == "counterfactual" and normalization == "none":
+        raise UserError(
+            "objective.advantage_normalization_confidence=none: with "
+            "confidence_baseline=counterfactual the baseline is subtracted; set mean"
+        )
 
 
 def _check_length(resolved: ObjectiveConfig) -> None:

@@ -99,7 +99,7 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
 def check_lengths(
     config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None
 ) -> int:
-    """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are
+    """Return the length of the longest prompt that is trained on. Raise :class:`UserError` when it and a response are
     more than the model has positions, in training or in the validation.
     """
     response = config.rollout.max_response_length
@@ -108,8 +108,8 @@ def check_lengths(
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
-        longest = max(held_out.prompts.values(), key=_length)
-        _check_positions(config, arch, longest, name, limit or response, is_benchmark=True)
+        of_benchmarks = max(held_out.prompts.values(), key=_length)
+        _check_positions(config, arch, of_benchmarks, name, limit or response, is_benchmark=True)
     return _length(longest)
 
 
