@@ -99,8 +99,8 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
 def check_lengths(
     config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None
 ) -> int:
-    """Return the length of the longest prompt that is trained on. Raise :class:`UserError` when it and a response are
-    more than the model has positions, in training or in the validation.
+    """Return the length of the longest prompt that is trained on. Raise :class:`UserError` when a
+    prompt and a response are more than the model has positions, in training or in the validation.
     """
     response = config.rollout.max_response_length
     longest = max((prompt for source in sources for prompt in source.prompts), key=_length)
