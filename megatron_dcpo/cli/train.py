@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, refuse_given
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -82,10 +83,16 @@ def prepare_process(args: argparse.Namespace) -> None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Return the overrides of the command line, ``--resume`` among them."""
+    """Return the overrides of the command line, ``--resume`` among them. Raises
+    :class:`UserError` if both are there and differ.
+    """
     overrides = list(args.overrides)
     if args.resume:
-        overrides.append(f"training.resume={args.resume}")
+        resume = f"training.resume={args.resume}"
+        for override in overrides:
+            if override.startswith("training.resume=") and override != resume:
+                raise UserError(f"--resume {args.resume} and {override} differ; remove one of them")
+        overrides.append(resume)
     return overrides
 
 

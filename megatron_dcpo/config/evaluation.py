@@ -123,6 +123,8 @@ def values_of_file(path: str) -> Values:
     kept: Values = {}
     for name, section in values.items():
         known = section_fields(EvaluateConfig).get(name)
+        if section_fields(known) and not isinstance(section, dict | None):
+            raise UserError(f"{path}: {name}: expected a mapping of options, found {section!r:.40}")
         if known is None or not isinstance(section, dict):
             checked_later = name in section_fields(Config)
             if not checked_later:

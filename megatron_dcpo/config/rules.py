@@ -29,7 +29,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
+from megatron_dcpo.types import BROUGHT
 
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
@@ -357,15 +357,16 @@ def scores_need_a_verifier_that_gives_them(config: Config) -> Problem:
 
 @rule("train")
 def a_verifier_has_responses_to_judge(config: Config) -> Problem:
-    """An environment is judged by itself; a validation may have other benchmarks."""
+    """What a library brings is judged by itself; a validation may have other benchmarks."""
     if config.judging.verifier == JudgingConfig.verifier or config.evaluation.interval:
         return None
     for source in config.data.sources:
-        if not source.path.startswith(ENVIRONMENTS) or source.verifier:
+        if not source.verifier and not source.path.startswith(BROUGHT):
             return None
     return (
-        "judging.verifier would judge nothing: data.path names environments, which bring their "
-        "scores; remove it, or name it as the verifier of a source"
+        "judging.verifier would judge nothing: every source of data.path has its own verifier, or "
+        "brings its scores (Reasoning Gym, environments); remove it, or name it as the verifier of "
+        "a source"
     )
 
 
@@ -385,6 +386,17 @@ def min_lr_is_not_above_lr(config: RunConfig) -> Problem:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         return f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
+    return None
+
+
+@rule("run")
+def a_least_rate_needs_a_decay(config: RunConfig) -> Problem:
+    optimizer = config.optimizer
+    if optimizer.min_lr and optimizer.lr_decay_style == "constant":
+        return (
+            f"optimizer.min_lr={optimizer.min_lr} has no effect with "
+            "optimizer.lr_decay_style=constant; set linear or cosine, or remove it"
+        )
     return None
 
 
@@ -516,6 +528,14 @@ def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Problem:
             f"rollout.max_staleness={rollout.max_staleness} does not go with "
             "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's"
         )
+    return None
+
+
+@rule("train")
+def an_action_needs_an_alarm(config: Config) -> Problem:
+    rollout = config.rollout
+    if rollout.logprob_diff_action == "stop" and not rollout.logprob_diff_alarm:
+        return "rollout.logprob_diff_action=stop needs rollout.logprob_diff_alarm: from what on"
     return None
 
 
@@ -1164,6 +1184,25 @@ def token_ids_go_to_completions(config: EvaluateConfig) -> Problem:
             "endpoint.tokenizer sends token ids, which only endpoint.api=completions takes; leave "
             "out --tokenizer or --api"
         )
+    return None
+
+
+# what a request has from other options, and which
+_OF_REQUESTS = {
+    "model": "endpoint.model (--model-name)",
+    "temperature": "evaluation.temperature (--temperature)",
+    "top_p": "evaluation.top_p (--top-p)",
+    "top_k": "evaluation.top_k (--top-k)",
+    "max_tokens": "evaluation.max_tokens (--max-tokens)",
+    "seed": "evaluation.seed (--seed), of which every repeat gets its own",
+}
+
+
+@rule("evaluate")
+def what_is_added_to_requests_is_no_other_option(config: EvaluateConfig) -> Problem:
+    for name, option in _OF_REQUESTS.items():
+        if config.endpoint.extra_body.get(name) is not None:
+            return f"endpoint.extra_body.{name} (--extra-body) would replace {option}; set that"
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -121,6 +122,8 @@ class SourceConfig:
             raise ValueError(
                 "seed is for path: reasoning_gym:TASK; that of an environment is one of its options"
             )
+        for name in _set_twice(self):
+            raise ValueError(f"{name} is set here and in the path, {self.path}; remove one of them")
         built_in = [one.name for one in members(self.verifier or ()) if one.name in BUILT_IN]
         if built_in and self.path.startswith(ENVIRONMENTS):
             raise ValueError(
@@ -129,6 +132,14 @@ class SourceConfig:
             )
         if self.columns and self.path.startswith(BROUGHT):
             raise ValueError("columns are for files and hub data sets; remove them")
+
+
+def _set_twice(source: SourceConfig) -> list[str]:
+    """Return the options of a source that the query of its path sets as well."""
+    query = parse_qs(source.path.partition("?")[2], keep_blank_values=True)
+    named = set(source.options)
+    named |= {name for name in ("size", "seed") if getattr(source, name) is not None}
+    return sorted(named & set(query))
 
 
 def _with_columns(source: SourceConfig, columns: dict[str, str]) -> SourceConfig:

@@ -17,9 +17,9 @@ from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data import BENCHMARKS
 from megatron_dcpo.data.benchmarks import parse_specs, path_in
-from megatron_dcpo.data.environments import COLUMN, check_rollouts, is_environment
+from megatron_dcpo.data.environments import COLUMN, check_rollouts
 from megatron_dcpo.data.gym import VERIFIER
-from megatron_dcpo.data.prompts import find_template
+from megatron_dcpo.data.prompts import check_templates
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     AnswerJudge,
@@ -66,7 +66,7 @@ from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import CONFIDENCE_TAG, OWN_ROLLOUT
+from megatron_dcpo.types import BROUGHT, CONFIDENCE_TAG, OWN_ROLLOUT
 
 logger = logging.getLogger(__name__)
 
@@ -382,7 +382,8 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         raise UserError(
             "--benchmarks is missing; name at least one, for instance --benchmarks math500"
         )
-    find_template(config.data.template)
+    own_templates = [source.template for source in config.data.sources if source.template]
+    check_templates([config.data.template, *own_templates], config.data.thinking)
     _check_verifier_is_used(config)
     loaded = load_problems(
         options.benchmark_list,
@@ -403,17 +404,17 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
 
 
 def _check_verifier_is_used(config: EvaluateConfig) -> None:
-    """Raise :class:`UserError` for a verifier that is named where every benchmark is an
-    environment, which is judged by itself.
+    """Raise :class:`UserError` for a verifier that is named where every benchmark is of Reasoning
+    Gym or an environment, which are judged by themselves.
     """
     named = config.judging.verifier
     if named == JudgingConfig.verifier or config.data.sources:
         return
     specs = parse_specs(config.evaluation.benchmark_list)
-    if all(is_environment(path_in(spec)) for spec in specs):
+    if all(path_in(spec).startswith(BROUGHT) for spec in specs):
         raise UserError(
-            "judging.verifier would judge nothing: the benchmarks are environments, which bring "
-            "their scores; remove it"
+            "judging.verifier would judge nothing: the benchmarks are of Reasoning Gym or "
+            "environments, which bring their scores; remove it"
         )
 
 

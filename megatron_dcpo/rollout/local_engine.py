@@ -20,6 +20,11 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
     """
     if choose_engine(choice, model_dir) == "vllm":
         return VllmEngine(model_dir, options)
+    if options.quantization:
+        raise UserError(
+            f"rollout.vllm.quantization={options.quantization} needs vLLM, which cannot be used "
+            "here; remove it"
+        )
     size = options.tensor_model_parallel_size
     if size > 1:
         raise UserError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
+from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
@@ -92,6 +93,7 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     facts = {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
         "unlike the paper": ", ".join(unlike_the_paper(config)) or "nothing",
+        "without effect": "; ".join(options_without_effect(config)) or "nothing",
         **_describe_inputs(config, allow_missing),
         "processes": "any number" if math.prod(sizes) == 1 else f"a multiple of {math.prod(sizes)}",
         "responses per step": responses,

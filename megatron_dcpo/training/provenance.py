@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from megatron_dcpo import __version__
 from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import RunConfig, flat, to_yaml
+from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
@@ -197,6 +198,8 @@ def prepare(directory: Path, config: RunConfig, rank: int) -> None:
             _prepare(directory, config)
         except (UserError, OSError) as error:
             refused = str(error)
+        for line in options_without_effect(config):
+            logger.warning("%s", line)
     refused = broadcast_object(refused)
     if refused is not None:
         raise UserError(refused)

@@ -97,6 +97,16 @@ def test_an_option_of_sft_that_is_not_read_is_refused(
     assert option.partition("=")[0] in capsys.readouterr().err
 
 
+def test_what_is_said_twice_about_resuming_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("run_dir: r\nmodel: {path: m}\ndata: {path: d}\n")
+    command = ["train", "--config", str(config), "--dry-run", "--allow-missing"]
+    assert main([*command, "--resume", "auto", "training.resume=none"]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("other", ["--reshard", "--simulate"])
 def test_a_plan_shows_one_thing(other: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -71,6 +71,16 @@ UNREAD = [
     (SERVER, ["--dtype", "float32"], "--dtype"),
     (SERVER, ["rollout.engine=vllm"], "rollout.engine"),
 ]
+UNREAD += [
+    (SERVER, ["--extra-body", '{"temperature": 1.5}'], "extra_body.temperature"),
+    (SERVER, ["--extra-body", '{"seed": 3}'], "extra_body.seed"),
+    (MODEL, ["--template", "raw", "--thinking", "on"], "data.thinking"),
+    (
+        ["--model", "gone", "--benchmarks", "reasoning_gym:chain_sum"],
+        ["--verifier", "my_reward.py:verify"],
+        "judging.verifier",
+    ),
+]
 READ = [
     (SAMPLES, ["--kinds", "digits", "--resamples", "0", "--seed", "4", "--marker", "<sure>"]),
     (SAMPLES, ["--confidence", "token"]),
@@ -96,6 +106,15 @@ def test_an_option_that_is_read_is_not(
     said = capsys.readouterr().err
     assert "remove it" not in said
     assert not any(word.partition("=")[0] in said for word in words if word.startswith("--"))
+
+
+def test_a_section_of_a_file_is_a_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("judging: code\n")
+    with pytest.raises(UserError, match="judging"):
+        config_of("--model", "m", "--config", str(file))
+    file.write_text("judging:\nrun_dir: r\n")
+    assert config_of("--model", "m", "--config", str(file)).judging.verifier == "math"
 
 
 def test_every_shorthand_names_an_option() -> None:
