@@ -18,6 +18,7 @@ from megatron_dcpo.cli import VERBS, add_judging_arguments, add_kinds_argument, 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
+from megatron_dcpo.types import BROUGHT
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -331,6 +332,7 @@ def run(args: argparse.Namespace) -> int:
     config = configuration(arguments)
     if not samples:
         _check_options_of_source(arguments, config)
+        _check_scores_are_judged(arguments, config)
     with _progress() as progress:
         evaluation = run_evaluation(
             config,
@@ -381,6 +383,25 @@ def _check_options_of_source(arguments: Mapping[str, Any], config: EvaluateConfi
         if option.startswith(unread) and option not in _OF_BOTH:
             written = _as_written(option, arguments)
             raise UserError(f"{written} changes nothing about the answers of {source}; remove it")
+
+
+def _check_scores_are_judged(arguments: Mapping[str, Any], config: EvaluateConfig) -> None:
+    """Raise :class:`UserError` for an option of scores where every verdict is right or wrong. A run
+    whose options are taken (``--as-trained``) may have had other verifiers.
+    """
+    from megatron_dcpo.config.field_types import BUILT_IN
+
+    verifier = config.judging.verifier
+    benchmarks = config.evaluation.benchmark_list
+    brought = any(name in benchmarks for name in BROUGHT)
+    if verifier == "f1" or verifier not in BUILT_IN or brought or config.rollout.runs_agents:
+        return
+    for option in overrides_of(arguments):
+        if option in ("judging.threshold", "judging.graded") and not config.data.sources:
+            raise UserError(
+                f"{_as_written(option, arguments)} is for f1, a verifier of yours, or several with "
+                f"weights, and {verifier} says right or wrong; remove it"
+            )
 
 
 def _as_written(option: str, arguments: Mapping[str, Any]) -> str:

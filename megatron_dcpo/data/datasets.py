@@ -426,9 +426,12 @@ def _renamed(
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows with their columns under our names too. A name with dots is a field of an
     object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
+    Rows without a named column are refused if they ``must_have`` it; else they stay as they are,
+    and a line says so.
     """
     left_out = {ours for ours, theirs in columns.items() if not theirs}
     left_out |= set(SYSTEMS) if "system" in left_out else set()
+    is_said = False
     for index, row in rows:
         values = {ours: _field(row, theirs) for ours, theirs in columns.items() if theirs}
         missing = [columns[ours] for ours, value in values.items() if value is _ABSENT]
@@ -438,6 +441,14 @@ def _renamed(
                 f"names; found {', '.join(map(str, row)) or 'nothing'}"
             )
         if missing:
+            if not is_said:
+                logger.info(
+                    "%s: data.columns is not read, because row %d has no column %r",
+                    source,
+                    index + 1,
+                    missing[0],
+                )
+            is_said = True
             yield index, row
             continue
         values.pop("context", None)

@@ -197,8 +197,6 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
             reason = unsupported(read_architecture(model_dir))
         except UserError as error:  # a model of another kind, which transformers may know
             reason = str(error)
-    elif choice == "auto":
-        return "transformers"
     if not reason:
         return "vllm"
     if choice == "vllm":

@@ -72,6 +72,8 @@ UNREAD = [
     (SERVER, ["rollout.engine=vllm"], "rollout.engine"),
 ]
 UNREAD += [
+    (MODEL, ["--threshold", "0.5"], "--threshold"),
+    (SERVER, ["--verifier", "exact", "--threshold", "0.5"], "--threshold"),
     (SERVER, ["--extra-body", '{"temperature": 1.5}'], "extra_body.temperature"),
     (SERVER, ["--extra-body", '{"seed": 3}'], "extra_body.seed"),
     (MODEL, ["--template", "raw", "--thinking", "on"], "data.thinking"),
@@ -86,6 +88,7 @@ READ = [
     (SAMPLES, ["--confidence", "token"]),
     ([*SAMPLES, "--rejudge"], ["--threshold", "0.9", "--test-seconds", "4"]),
     (SERVER, ["rollout.max_response_length=64", "--data-dir", "gone"]),
+    (MODEL, ["--verifier", "f1", "--threshold", "0.5"]),
     (MODEL, ["--dtype", "float32", "--batch-size", "3", "--engine", "transformers"]),
 ]
 
