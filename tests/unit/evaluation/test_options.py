@@ -196,5 +196,9 @@ def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() ->
     )
     settings = settings_of(load_evaluation({"run_dir": "r"}), "m", today())
     assert set(settings) == {*names.split(), "date"}
+    model = {"run_dir": "r", "model.path": "m", "model.params_dtype": "bf16"}
+    assert settings_of(load_evaluation(model), "m", today())["dtype"] == "bf16"
+    server = {"run_dir": "r", "endpoint.url": "http://h/v1", "endpoint.api": "chat"}
+    assert settings_of(load_evaluation(server), "m", today())["api"] == "chat"
     slower = load_evaluation({"run_dir": "r", "judging.test_seconds": 30})
     assert settings_of(slower, "m", today())["test_seconds"] == 30
