@@ -492,7 +492,10 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
         settings["sources"] = [_source_settings(source) for source in config.data.sources]
     if config.endpoint.tokenizer:
         settings["tokenizer"] = hub.exact_name(config.endpoint.tokenizer)
-    asked_by = {"dtype": config.model.params_dtype, "engine": config.rollout.engine}
+    asked_by: dict[str, str] = {
+        "dtype": config.model.params_dtype,
+        "engine": config.rollout.engine,
+    }
     if config.endpoint.url:
         asked_by = {"api": config.endpoint.api}
     settings |= {name: value for name, value in asked_by.items() if value != "auto"}
