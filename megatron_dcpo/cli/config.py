@@ -40,6 +40,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.example is not None and args.section:
+        raise UserError(f"{args.section} and --example: print one of them at a time")
     if args.example is not None:
         print(example(args.example), end="")
     else:

@@ -115,6 +115,9 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
     from megatron_dcpo.runtime import signals
     from megatron_dcpo.runtime.files import allow_open_files
 
+    for option in options:
+        if option.startswith(("--nproc-per-node", "--nproc_per_node")):
+            raise UserError(f"{option}: N of dcpo launch N says it; remove it")
     allow_open_files()
     if not any(option.startswith(_RENDEZVOUS) for option in options):
         options = ["--standalone", *options]

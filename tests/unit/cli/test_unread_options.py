@@ -54,6 +54,9 @@ UNREAD = [
     (ADAPTER, ["--epochs", "3"]),
     (ADAPTER, ["--read", "mean"]),
     (["train", "--config", "gone.yaml"], ["--allow-missing"]),
+    (["config", "rollout"], ["--example", "dcpo"]),
+    (["launch", "1"], ["--nproc-per-node", "2", "--", "train", "--config", "gone.yaml"]),
+    (["launch", "1"], ["--engine-command", "x", "--", "train", "--config", "gone.yaml"]),
 ]
 
 
