@@ -155,6 +155,7 @@ def read_split(name: str) -> list[Problem]:
 
 def main() -> None:
     parser = training_options(__doc__)
+    parser.set_defaults(out=Path("runs/graphs"))  # make_policy.py's is its own directory
     parser.add_argument(
         "--write-splits", action="store_true", help="write the problems and train nothing"
     )
