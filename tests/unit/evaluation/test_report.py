@@ -213,6 +213,57 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
     assert names == ["a/run", "b/run"]
 
 
+def test_every_run_has_a_name_of_its_own_however_deep_it_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for study in ("s1", "s2"):
+        for method in ("grpo", "dcpo"):
+            evaluated(tmp_path / study / method / "eval")
+
+    def named(*paths: str) -> list[str]:
+        return [run.name for run in find_runs([tmp_path / path for path in paths])]
+
+    assert named("s1/dcpo/eval", "s2/dcpo/eval") == ["s1/dcpo/eval", "s2/dcpo/eval"]
+    assert named("s1", "s2") == ["s1/dcpo/eval", "s1/grpo/eval", "s2/dcpo/eval", "s2/grpo/eval"]
+    files = ("s1/grpo/eval/samples.jsonl", "s1/dcpo/eval/samples.jsonl")
+    assert named(*files) == ["grpo/eval/samples", "dcpo/eval/samples"]
+    assert main(["report", *(str(tmp_path / path) for path in files), "--json"]) == 0
+    assert {"grpo/eval/samples", "dcpo/eval/samples"} <= set(
+        json.loads(capsys.readouterr().out)["runs"]
+    )
+
+
+def test_files_that_differ_in_the_suffix_alone_have_their_paths_as_names(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.csv"):
+        (tmp_path / name).write_text("right\n1\n0\n" if name == "a.csv" else '{"right": 1}\n')
+    paths = [tmp_path / "a.jsonl", tmp_path / "a.csv"]
+    names = [run.name for run in find_runs(paths, {"correct": "right"})]
+    assert names == [str(path.resolve()) for path in paths]
+
+
+def test_a_name_with_its_parent_may_be_that_of_another_run(tmp_path: Path) -> None:
+    for path in ("root/x/run", "root/y", "x/run", "z/run"):
+        evaluated(tmp_path / path)
+    runs = find_runs([tmp_path / path for path in ("root", "x/run", "z/run")])
+    assert [run.path.relative_to(tmp_path).as_posix() for run in runs] == [
+        "root/x/run",
+        "root/y",
+        "x/run",
+        "z/run",
+    ]
+    assert len({run.name for run in runs}) == 4
+
+
+def test_a_run_that_is_named_twice_is_there_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated(tmp_path / "runs" / "a")
+    evaluated(tmp_path / "runs" / "b")
+    runs = find_runs([tmp_path / "runs", tmp_path / "runs" / "a", tmp_path / "runs" / "b" / ".."])
+    assert [run.name for run in runs] == ["a", "b"]
+    assert len(caplog.records) == 3
+
+
 def test_a_training_run_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
