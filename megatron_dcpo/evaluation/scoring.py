@@ -44,7 +44,7 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
     {
         "verbal": lambda sample: sample.judgement.confidence,
         "token": lambda sample: sample.measures.token_confidence,
-        "token_product": lambda sample: _power(
+        "token_product": lambda sample: _product(
             sample.measures.token_confidence, sample.judgement.length
         ),
         "token_min": lambda sample: _exp(sample.measures.min_logprob),
@@ -60,8 +60,11 @@ RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
 LOOKUP = "lookup"  # the block of scores, and the row of a table, of the fitted lookup
 
 
-def _power(base: float | None, exponent: int) -> float | None:
-    return None if base is None else base**exponent
+def _product(mean: float | None, length: int) -> float | None:
+    """Return the product of ``length`` probabilities with this geometric mean, None if either is
+    not known: other tools' logs have no length in tokens, and it is 0.
+    """
+    return None if mean is None or not length else mean**length
 
 
 def _exp(value: float | None) -> float | None:
