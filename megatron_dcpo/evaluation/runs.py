@@ -16,8 +16,8 @@ from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.foreign import read_any
-from megatron_dcpo.evaluation.samples import SETTINGS, sample_of
-from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
+from megatron_dcpo.evaluation.samples import SETTINGS, Sample, sample_of
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, confidences_of, score_samples
 from megatron_dcpo.runtime.run_records import CONFIG
 from megatron_dcpo.runtime.text import read_json_object
 
@@ -89,19 +89,23 @@ def find_runs(
 
 
 def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> EvaluatedRun:
-    """Return the samples in a file as a run, scored by every confidence that they have. Raises
-    :class:`UserError` as :func:`megatron_dcpo.evaluation.foreign.read_any` does.
+    """Return the samples in a file as a run, scored by the stated confidence and by every other one
+    that they have. Raises :class:`UserError` as :func:`megatron_dcpo.evaluation.foreign.read_any`
+    does.
     """
     samples = read_any(path, columns)
-    kinds = ["verbal"]
-    if any(sample.measures.token_confidence is not None for sample in samples):
-        kinds.append("token")
+    kinds = [kind for kind in CONFIDENCE_KINDS if kind == "verbal" or _any_has(samples, kind)]
     rows = []
     for sample in samples:
         row = codec.to_row(sample.prompt, sample.response, sample.judgement, sample.measures)
         rows.append(json_ready(row))
     evaluation = score_samples(samples, kinds, path.name, resamples=1000, seed=0)
     return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)
+
+
+def _any_has(samples: Sequence[Sample], kind: str) -> bool:
+    """Return whether a sample has a kind of confidence."""
+    return any(confidence is not None for confidence in confidences_of(samples, kind))
 
 
 def with_kinds(run: EvaluatedRun, kinds_by: str) -> EvaluatedRun:

@@ -18,7 +18,9 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.headline import format_value
 from megatron_dcpo.evaluation.runs import find_runs
-from tests.helpers.evaluated import evaluated, make_sample, make_samples, trained
+from megatron_dcpo.evaluation.samples import write_samples
+from megatron_dcpo.evaluation.scoring import scored_kinds
+from tests.helpers.evaluated import changed, evaluated, make_sample, make_samples, trained
 
 pytestmark = pytest.mark.draws
 
@@ -111,6 +113,21 @@ def test_a_recalibrated_run_stands_in_the_main_table(tmp_path: Path) -> None:
     assert any(text.startswith("0.012") for text in texts)
     assert report.comparison(runs)[recalibrated]["auroc"] == 0.9876
     assert "hubmodel" in report.render_report(runs), "the model of an evaluation"
+
+
+def test_a_file_is_scored_by_every_confidence_that_its_samples_have(tmp_path: Path) -> None:
+    samples = [changed(s, min_logprob=None) for s in make_samples(10)]
+    fitted = [changed(s, posthoc_confidence=0.5, posthoc_by="task") for s in samples]
+    write_samples(samples, tmp_path / "plain.jsonl")
+    write_samples(fitted, tmp_path / "fitted.jsonl")
+    plain, with_fit = find_runs([tmp_path / "plain.jsonl", tmp_path / "fitted.jsonl"])
+    assert plain.evaluation is not None
+    assert with_fit.evaluation is not None
+    of_tokens = ["token", "token_product", "token_mean_logprob"]
+    assert scored_kinds(plain.evaluation["overall"]) == ["verbal", *of_tokens, "consistency"]
+    overall = with_fit.evaluation["overall"]
+    assert scored_kinds(overall) == ["verbal", *of_tokens, "consistency", "posthoc"]
+    assert overall["posthoc"]["mean_confidence"] == 0.5
 
 
 def test_only_what_is_separable_is_bold() -> None:
