@@ -125,9 +125,10 @@ def score_samples(
     JSON, with None for undefined values.
 
     ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over
-    benchmarks, which papers usually print as "Overall". ``kinds`` says what the kinds of problem
-    are named by (``by``, None if there are none), and what they could be (``possible``). Raises
-    :class:`UserError` if no problem has a kind by ``kinds_by``.
+    benchmarks, which papers usually print as "Overall", None where one of them is undefined.
+    ``kinds`` says what the kinds of problem are named by (``by``, None if there are none), and what
+    they could be (``possible``). Raises :class:`UserError` if no problem has a kind by
+    ``kinds_by``.
     """
     by_benchmark: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -407,6 +408,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the plain means over the benchmarks, NaN where one of them is undefined."""
     macro: dict[str, Any] = {
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
     }
@@ -419,8 +421,7 @@ def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) ->
     for kind in kinds:
         means = {}
         for name in OF_CONFIDENCE:
-            values = [scores[kind][name] for scores in benchmarks.values()]
-            means[name] = _spread(values)["mean"]
+            means[name] = _mean([scores[kind][name] for scores in benchmarks.values()])
         macro[kind] = means
     return macro
 

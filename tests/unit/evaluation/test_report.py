@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from megatron_dcpo.evaluation.scoring import scored_kinds
 from tests.helpers.evaluated import changed, evaluated, make_sample, make_samples, trained
 
 pytestmark = pytest.mark.draws
+
+# the benchmarks of the paper's overall numbers
+PAPERS = ("math500", "aime24", "aime25", "amc23", "amc24")
 
 
 class Outside(HTMLParser):
@@ -374,10 +378,13 @@ def test_dcpo_report_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_published_numbers_stand_beside_ours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every shipped row is shown with its mark; ours are the means over benchmarks, as the paper's
-    are.
+    """Every shipped row is shown with its mark; ours are the means over the paper's benchmarks,
+    whatever else was evaluated.
     """
-    evaluation = evaluated(tmp_path / "run")
+    samples = []
+    for seed, name in enumerate((*PAPERS, "toy")):
+        samples += make_samples(6, benchmark=name, seed=seed)
+    evaluation: Any = evaluated(tmp_path / "run", samples=samples)
     assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     shipped = published.load_published("paper")
@@ -385,11 +392,16 @@ def test_published_numbers_stand_beside_ours(
     ours = {
         (r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows
     }
-    macro = evaluation["overall"]["macro"]  # type: ignore[index]
-    assert ours["DCPO", "overall", "verbal", "pce"] == macro["verbal"]["pce"]
-    assert ours["DCPO", "overall", "verbal", "accuracy"] == macro["accuracy"]
-    assert ours["DCPO", "overall", "verbal", "mean_length"] == evaluation["overall"]["mean_length"]  # type: ignore[index]
-    assert ours["base", "aime24", "token", "ece"] is None
+    scores = [evaluation["benchmarks"][name] for name in PAPERS]
+    pce = fmean(of["verbal"]["pce"] for of in scores)
+    assert ours["DCPO", "overall", "verbal", "pce"] == pytest.approx(pce)
+    accuracy = fmean(of["accuracy"] for of in scores)
+    assert ours["DCPO", "overall", "verbal", "accuracy"] == pytest.approx(accuracy)
+    of_aime = evaluation["benchmarks"]["aime24"]["token"]
+    assert ours["base", "aime24", "token", "ece"] == of_aime["ece"]
+    # over which problems these are is not known
+    assert ours["DCPO", "overall", "verbal", "mean_length"] is None
+    assert ours["DCPO", "overall", "verbal", "violation_rate"] is None
     page = (tmp_path / "run" / "report.html").read_text()
     assert (
         page.count("not the mean of the five columns")
@@ -398,6 +410,39 @@ def test_published_numbers_stand_beside_ours(
     )
     assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
     assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
+
+
+def test_an_overall_value_is_left_out_where_a_benchmark_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not evaluated, or undefined there: no other mean stands for it."""
+    evaluated(tmp_path / "toy")
+    samples = []
+    for seed, name in enumerate(PAPERS[1:]):
+        samples += make_samples(6, benchmark=name, seed=seed)
+    evaluated(tmp_path / "four", samples=samples)
+    all_wrong = [changed(s, correct=0.0) for s in make_samples(6, benchmark=PAPERS[0])]
+    five: Any = evaluated(tmp_path / "five", samples=all_wrong + samples)
+    assert five["overall"]["macro"]["token"]["auroc"] is None
+    assert five["overall"]["macro"]["token"]["ece"] is not None
+    evaluations = {run.name: run.evaluation for run in find_runs([tmp_path])}
+    rows = published.load_published("paper")
+    of_paper = {
+        (row["confidence"], row["metric"]): row["ours"]
+        for row in published.compare(evaluations, rows)
+        if row["over"]
+    }
+    assert of_paper["token", "auroc"] == {"five": None, "four": None, "toy": None}
+    assert of_paper["token", "ece"]["five"] == pytest.approx(
+        five["overall"]["macro"]["token"]["ece"]
+    )
+    lines = published.left_out(evaluations, rows)
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["four", "toy"]
+    assert lines[0].endswith(f": {PAPERS[0]}")
+    command = ["report", str(tmp_path), "--against", "paper"]
+    assert main(command) == 0
+    assert all(line in capsys.readouterr().out.splitlines() for line in lines[:1])
+    assert lines[0] in (tmp_path / "report.html").read_text()
 
 
 def test_marked_rows_are_really_inconsistent() -> None:
