@@ -168,6 +168,27 @@ def test_a_table_by_its_columns(tmp_path: Path) -> None:
     assert shown(path, **columns) == [("x", 1.0, 0.25), ("x", 0.0, None), ("y", 1.0, 1.0)]
 
 
+def test_rows_without_a_group_are_problems_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No number that names a problem is taken by a row that has none."""
+    path = tmp_path / "mine.jsonl"
+    groups = [3, 3, None, "", "  ", float("nan")]
+    rows = [{"right": 1, "id": group, "level": group} for group in groups]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = read_any(path, parse_columns("correct=right,group=id,kind=level"))
+    problems = [sample.prompt.prompt_id for sample in samples]
+    assert problems[:2] == ["3", "3"]
+    assert len(set(problems[2:]) - {"3"}) == 4
+    assert [sample.response.sample_index for sample in samples] == [0, 1, 0, 0, 0, 0]
+    assert [sample.prompt.kind for sample in samples] == ["3", "3", None, None, None, None]
+    assert len(caplog.records) == 1
+    assert "4 rows have no id" in caplog.text
+    caplog.clear()
+    read_any(path, parse_columns("correct=right"))
+    assert not caplog.records
+
+
 def test_our_own_samples_stay_what_they_are(tmp_path: Path) -> None:
     row = {
         "version": 2,
