@@ -385,11 +385,16 @@ def test_options_alone_are_no_options(tmp_path: Path) -> None:
     assert sample.judgement.confidence == pytest.approx(share, rel=1e-9)
 
 
-def inspect_json(path: Path, *samples: dict[str, Any]) -> Path:
-    """The JSON form of an Inspect log."""
+def inspect_json(
+    path: Path, *samples: dict[str, Any], status: str = "success", problems: int | None = None
+) -> Path:
+    """The JSON form of an Inspect log, which may know how many ``problems`` its data set has."""
     file = path / "log.json"
     whole = [{"id": n, "input": "2+2=", "target": "4", **s} for n, s in enumerate(samples)]
-    log = {"version": 2, "status": "success", "eval": {"task": "sums"}, "samples": whole}
+    about: dict[str, Any] = {"task": "sums"}
+    if problems is not None:
+        about["dataset"] = {"name": "sums", "samples": problems}
+    log = {"version": 2, "status": status, "eval": about, "samples": whole}
     file.write_text(json.dumps(log))
     return file
 
@@ -406,6 +411,22 @@ def test_an_inspect_log_as_json(tmp_path: Path) -> None:
     file = inspect_json(tmp_path, answer("C"), answer("I"))
     assert shown(file) == [("0", 1.0, 0.6), ("1", 0.0, 0.6)]
     assert read_any(file)[0].prompt.task == "sums"
+
+
+@pytest.mark.parametrize("status", ["cancelled", "error", "started"])
+@pytest.mark.parametrize("problems", [None, 70])
+def test_a_log_that_did_not_end_well_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, status: str, problems: int | None
+) -> None:
+    assert len(shown(inspect_json(tmp_path, answer("C"), answer("I"), problems=problems))) == 2
+    assert not caplog.records
+    file = inspect_json(tmp_path, answer("C"), answer("I"), status=status, problems=problems)
+    assert len(shown(file)) == 2
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert status in said
+    assert " 2 samples" in said
+    assert ("70" in said) is (problems is not None)
 
 
 @pytest.mark.parametrize(
