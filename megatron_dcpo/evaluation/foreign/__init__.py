@@ -61,7 +61,7 @@ def read_any(
     first = next(iter(read_rows(file)), None)
     if first is None:
         raise UserError(f"{file}: the file has no rows")
-    if {"prompt_id", "status"} <= set(first) or "version" in first:
+    if _is_ours(first):
         return read_samples(file)
     for form in FORMS:
         if form.columns <= set(first):
@@ -72,6 +72,21 @@ def read_any(
         f"{file}: neither samples of dcpo evaluate nor a known log (Inspect's .eval; {known}); it "
         f"has the columns {found}: name them, --columns correct=NAME,confidence=NAME"
     )
+
+
+def has_verdicts_of_ours(path: str | Path, columns: Mapping[str, str] | None = None) -> bool:
+    """Return whether a file has samples of ``dcpo evaluate``, whose confidence was read behind the
+    tag of that evaluation; :func:`read_any` reads that of a log of somebody else's.
+    """
+    file = Path(path)
+    names_columns = bool(set(columns or ()) - {"filter"})
+    if names_columns or not file.is_file() or is_inspect_log(file):
+        return False
+    return _is_ours(next(iter(read_rows(file)), {}))
+
+
+def _is_ours(row: Mapping[str, object]) -> bool:
+    return {"prompt_id", "status"} <= set(row) or "version" in row
 
 
 def parse_columns(text: str) -> dict[str, str]:
