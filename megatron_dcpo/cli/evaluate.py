@@ -327,8 +327,10 @@ def run(args: argparse.Namespace) -> int:
     judge_again = arguments.get("rejudge", False)
     if judge_again and not samples:
         raise UserError("--rejudge needs --samples FILE; new responses are judged anyway")
+    named = parse_columns(columns) if columns else None
     if samples:
         _check_options_of_samples(arguments, judge_again=judge_again)
+        _check_marker(arguments, named, judge_again=judge_again)
     config = configuration(arguments)
     if not samples:
         _check_options_of_source(arguments, config)
@@ -340,7 +342,7 @@ def run(args: argparse.Namespace) -> int:
             judge_again=judge_again,
             fresh=arguments.get("fresh", False),
             progress=progress,
-            columns=parse_columns(columns) if columns else None,
+            columns=named,
         )
     if not evaluation:  # on a rank other than the first
         return 0
@@ -369,6 +371,25 @@ def _check_options_of_samples(arguments: Mapping[str, Any], *, judge_again: bool
             )
         if not judge_again:
             raise UserError(f"{written} is an option of judging; add --rejudge, or remove it")
+
+
+def _check_marker(
+    arguments: Mapping[str, Any], columns: Mapping[str, str] | None, *, judge_again: bool
+) -> None:
+    """Raise :class:`UserError` for a tag where no confidence is read: in samples of ours it has
+    been, behind the tag of their evaluation.
+    """
+    from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours
+
+    if judge_again or "judging.marker" not in overrides_of(arguments):
+        return
+    samples = arguments["samples"]
+    if has_verdicts_of_ours(samples, columns):
+        written = _as_written("judging.marker", arguments)
+        raise UserError(
+            f"{written}: the confidences in {samples} have been read already; add --rejudge, or "
+            "remove it"
+        )
 
 
 def _check_options_of_source(arguments: Mapping[str, Any], config: EvaluateConfig) -> None:

@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
             _print_unevaluated(runs)
             _print_without_kinds(runs)
             _print_published(compared)
+            for line in published.left_out(evaluations, against):
+                print(printable(line))
     except report.OTHER_FORM as error:
         raise UserError(
             f"a file of {', '.join(args.runs)} has another form than dcpo evaluate and dcpo train "

@@ -52,7 +52,7 @@ def _over_samples(measure: Measure) -> Metric:
 
 @metric
 def ece() -> Metric:
-    """Expected calibration error, ten bins of equal width."""
+    """Expected calibration error, twenty bins of equal width."""
     return _over_samples(calibration.ece)
 
 

@@ -56,7 +56,7 @@ def process_results(
 
 
 def ece(pairs: Sequence[Pair]) -> float:
-    """Return the expected calibration error of a task, ten bins of equal width."""
+    """Return the expected calibration error of a task, twenty bins of equal width."""
     return calibration.ece(*_columns(pairs))
 
 

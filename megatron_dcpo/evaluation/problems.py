@@ -92,8 +92,8 @@ def load_problems(
     are judged by the verifier of the source in ``sources`` that matches the benchmark by name or
     path, or else by ``judging.verifier``, if it suits the form of the answers.
 
-    Raises :class:`UserError` for everything that can be wrong with the data, or with running
-    programs on this machine.
+    Raises :class:`UserError` for everything that can be wrong with the data, such as answers of
+    forms that different verifiers judge in one benchmark, or with running programs on this machine.
     """
     options = options or BenchmarkOptions()
     specs = {name_of(spec): spec for spec in parse_specs(benchmarks)}
@@ -226,17 +226,36 @@ def _named_verifier(
 
 
 def _verifier_of_benchmark(benchmark: LoadedBenchmark, named: VerifierChoice) -> VerifierChoice:
-    """Return the verifier of a benchmark, given the one that the user ``named``."""
-    if any(record.tests is not None for record in benchmark.records):
-        return named if judges_programs(named) else "code"
+    """Return the verifier of a benchmark, given the one that the user ``named``. Raises
+    :class:`UserError` if its rows need different ones.
+    """
     if benchmark.is_gym:
         return VERIFIER
     if is_environment(benchmark.source):
         return named
+    registered = benchmark.name in BENCHMARKS
+    # rows without an answer, which with_answers drops, say nothing about the others
+    records = [record for record in benchmark.records if record.answer] or benchmark.records
+    first_of: dict[VerifierChoice, Record] = {}
+    for record in records:
+        first_of.setdefault(_verifier_of_record(record, named, registered), record)
+    if len(first_of) > 1:
+        one, other = list(first_of.values())[:2]
+        raise UserError(
+            f"{benchmark.source}: the answer of row {one.index + 1} is judged as {one.form} and "
+            f"that of row {other.index + 1} as {other.form}, and a benchmark has one verifier; "
+            "split the file into one benchmark per form of answer"
+        )
+    return next(iter(first_of))
+
+
+def _verifier_of_record(record: Record, named: VerifierChoice, registered: bool) -> VerifierChoice:
+    """Return the verifier of one problem: programs by their tests, other answers by their form."""
+    if record.tests is not None:
+        return named if judges_programs(named) else "code"
     if judges_programs(named):
         named = "math"
-    form = benchmark.records[0].form
-    return verifier_for(form, named, benchmark.name in BENCHMARKS)
+    return verifier_for(record.form, named, registered)
 
 
 def equivalence(verifier: VerifierChoice) -> Equivalent:

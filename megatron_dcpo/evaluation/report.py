@@ -192,6 +192,7 @@ def render_report(
         differences=run_description.differences(paths),
         warnings=warnings,
         published=published.compare(evaluations, against),
+        left_out=published.left_out(evaluations, against),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
         legend=legend,

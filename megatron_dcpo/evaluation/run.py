@@ -28,7 +28,7 @@ from megatron_dcpo.evaluation.evaluate import (
     rejudge,
 )
 from megatron_dcpo.evaluation.fit_record import fitted_on_of
-from megatron_dcpo.evaluation.foreign import read_any
+from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
 from megatron_dcpo.evaluation.kinds import check_kinds
 from megatron_dcpo.evaluation.model_files import files_of
 from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
@@ -137,8 +137,10 @@ def run_evaluation(
         seed=options.seed,
         kinds_by=options.kinds,
     )
-    if config.judging.marker != CONFIDENCE_TAG:
-        evaluation["marker"] = config.judging.marker
+    keeps_verdicts = not judge_again and has_verdicts_of_ours(samples, columns)
+    marker = _marker_before(samples) if keeps_verdicts else config.judging.marker
+    if marker != CONFIDENCE_TAG:
+        evaluation["marker"] = marker
     evaluation["sampled"] = _sampling_of(source)
     write_evaluation(config.run_dir, evaluation, judged)
     if judge_again or not samples:
@@ -219,6 +221,11 @@ def evaluation_of_samples(samples: str) -> dict[str, Any]:
     """Return the ``evaluation.json`` next to a file of samples, {} if there is none."""
     path = Path(samples).with_name("evaluation.json")
     return read_json_object(path) if path.exists() else {}
+
+
+def _marker_before(samples: str) -> str:
+    """Return the tag that the confidences in a file of samples were read behind."""
+    return str(evaluation_of_samples(samples).get("marker", CONFIDENCE_TAG))
 
 
 def _sampling_of(samples: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,10 +16,12 @@ from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.foreign import read_any
-from megatron_dcpo.evaluation.samples import SETTINGS, sample_of
-from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
+from megatron_dcpo.evaluation.samples import SETTINGS, Sample, sample_of
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, confidences_of, score_samples
 from megatron_dcpo.runtime.run_records import CONFIG
 from megatron_dcpo.runtime.text import read_json_object
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ def find_runs(
     paths: Sequence[str | Path], columns: Mapping[str, str] | None = None
 ) -> list[EvaluatedRun]:
     """Return the runs at or below ``paths``, in the order given, subdirectories by name. A file is
-    a run of its own: samples of ours, or a log of somebody else's, whose ``columns`` are named.
+    a run of its own: samples of ours, or a log of somebody else's, whose ``columns`` are named. No
+    two runs have the same name.
 
     A training run without its own evaluation takes the one evaluation below it, if there is
     exactly one.
@@ -84,19 +89,23 @@ def find_runs(
 
 
 def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> EvaluatedRun:
-    """Return the samples in a file as a run, scored by every confidence that they have. Raises
-    :class:`UserError` as :func:`megatron_dcpo.evaluation.foreign.read_any` does.
+    """Return the samples in a file as a run, scored by the stated confidence and by every other one
+    that they have. Raises :class:`UserError` as :func:`megatron_dcpo.evaluation.foreign.read_any`
+    does.
     """
     samples = read_any(path, columns)
-    kinds = ["verbal"]
-    if any(sample.measures.token_confidence is not None for sample in samples):
-        kinds.append("token")
+    kinds = [kind for kind in CONFIDENCE_KINDS if kind == "verbal" or _any_has(samples, kind)]
     rows = []
     for sample in samples:
         row = codec.to_row(sample.prompt, sample.response, sample.judgement, sample.measures)
         rows.append(json_ready(row))
     evaluation = score_samples(samples, kinds, path.name, resamples=1000, seed=0)
     return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)
+
+
+def _any_has(samples: Sequence[Sample], kind: str) -> bool:
+    """Return whether a sample has a kind of confidence."""
+    return any(confidence is not None for confidence in confidences_of(samples, kind))
 
 
 def with_kinds(run: EvaluatedRun, kinds_by: str) -> EvaluatedRun:
@@ -216,17 +225,38 @@ def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
-    """Return the runs under distinct names: a name that occurs more than once is prefixed with the
-    run's parent directory.
+    """Return the runs under distinct names: those that share one get a parent directory more in
+    front of it until they differ, at last their full paths. Of a run that was named twice the first
+    is kept, and said.
     """
-    names = [run.name for run in runs]
-    renamed = []
+    by_path: dict[Path, EvaluatedRun] = {}
     for run in runs:
-        if names.count(run.name) > 1:
-            parent = run.path.resolve().parent.name
-            run = replace(run, name=f"{parent}/{run.name}")
-        renamed.append(run)
-    return renamed
+        path = run.path.resolve()
+        if path in by_path:
+            logger.warning("%s was named twice; the report has it once", run.path)
+        by_path.setdefault(path, run)
+    parents = dict.fromkeys(by_path, 0)
+    while True:
+        names = {path: _name_with(run, parents[path]) for path, run in by_path.items()}
+        counts = Counter(names.values())
+        shared = [path for path, name in names.items() if counts[name] > 1]
+        if not shared:
+            return [replace(run, name=names[path]) for path, run in by_path.items()]
+        for path in shared:
+            parents[path] += 1
+
+
+def _name_with(run: EvaluatedRun, parents: int) -> str:
+    """Return the name of a run, which is the end of its path, with so many directories more; its
+    full path where there are no more.
+    """
+    if not parents:
+        return run.name
+    path = run.path.resolve()
+    above = path.parts[1 : len(path.parts) - len(Path(run.name).parts)]  # without the root
+    if parents > len(above):
+        return str(path)
+    return "/".join((*above[-parents:], run.name))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
     {
         "verbal": lambda sample: sample.judgement.confidence,
         "token": lambda sample: sample.measures.token_confidence,
-        "token_product": lambda sample: _power(
+        "token_product": lambda sample: _product(
             sample.measures.token_confidence, sample.judgement.length
         ),
         "token_min": lambda sample: _exp(sample.measures.min_logprob),
@@ -60,8 +60,11 @@ RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
 LOOKUP = "lookup"  # the block of scores, and the row of a table, of the fitted lookup
 
 
-def _power(base: float | None, exponent: int) -> float | None:
-    return None if base is None else base**exponent
+def _product(mean: float | None, length: int) -> float | None:
+    """Return the product of ``length`` probabilities with this geometric mean, None if either is
+    not known: other tools' logs have no length in tokens, and it is 0.
+    """
+    return None if mean is None or not length else mean**length
 
 
 def _exp(value: float | None) -> float | None:
@@ -122,9 +125,10 @@ def score_samples(
     JSON, with None for undefined values.
 
     ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over
-    benchmarks, which papers usually print as "Overall". ``kinds`` says what the kinds of problem
-    are named by (``by``, None if there are none), and what they could be (``possible``). Raises
-    :class:`UserError` if no problem has a kind by ``kinds_by``.
+    benchmarks, which papers usually print as "Overall", None where one of them is undefined.
+    ``kinds`` says what the kinds of problem are named by (``by``, None if there are none), and what
+    they could be (``possible``). Raises :class:`UserError` if no problem has a kind by
+    ``kinds_by``.
     """
     by_benchmark: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -404,6 +408,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the plain means over the benchmarks, NaN where one of them is undefined."""
     macro: dict[str, Any] = {
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
     }
@@ -416,8 +421,7 @@ def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) ->
     for kind in kinds:
         means = {}
         for name in OF_CONFIDENCE:
-            values = [scores[kind][name] for scores in benchmarks.values()]
-            means[name] = _spread(values)["mean"]
+            means[name] = _mean([scores[kind][name] for scores in benchmarks.values()])
         macro[kind] = means
     return macro
 

@@ -61,7 +61,7 @@ def read_any(
     first = next(iter(read_rows(file)), None)
     if first is None:
         raise UserError(f"{file}: the file has no rows")
-    if {"prompt_id", "status"} <= set(first) or "version" in first:
+    if _is_ours(first):
         return read_samples(file)
     for form in FORMS:
         if form.columns <= set(first):
@@ -72,6 +72,21 @@ def read_any(
         f"{file}: neither samples of dcpo evaluate nor a known log (Inspect's .eval; {known}); it "
         f"has the columns {found}: name them, --columns correct=NAME,confidence=NAME"
     )
+
+
+def has_verdicts_of_ours(path: str | Path, columns: Mapping[str, str] | None = None) -> bool:
+    """Return whether a file has samples of ``dcpo evaluate``, whose confidence was read behind the
+    tag of that evaluation; :func:`read_any` reads that of a log of somebody else's.
+    """
+    file = Path(path)
+    names_columns = bool(set(columns or ()) - {"filter"})
+    if names_columns or not file.is_file() or is_inspect_log(file):
+        return False
+    return _is_ours(next(iter(read_rows(file)), {}))
+
+
+def _is_ours(row: Mapping[str, object]) -> bool:
+    return {"prompt_id", "status"} <= set(row) or "version" in row
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -177,11 +192,13 @@ def _rows_of(form: Form, file: Path, filter_name: str) -> Iterator[Answered]:
 # ----------------------------------------------------------------------------------------- tables
 def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator[Answered]:
     """Yield the rows of a table; with a ``filter_name``, those whose column ``filter`` has it. Of a
-    log of lm-eval only the rows of one filter are read.
+    log of lm-eval only the rows of one filter are read. A row whose group is blank is a problem of
+    its own; how many there are is said.
     """
     if "correct" not in columns:
         raise UserError("--columns must name the verdict: correct=NAME")
     filters = Filters(file, filter_name)
+    without_group = 0
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
         if filter_name:
@@ -190,17 +207,34 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             continue
         values = {ours: _at(row, theirs, where) for ours, theirs in columns.items()}
         confidence = values.get("confidence")
+        group = values.get("group", number)
+        if _is_blank(group):
+            group = f"row {number}"  # unlike any number that names another problem
+            without_group += 1
+        kind = values.get("kind")
         yield Answered(
-            group=str(values.get("group", number)),
+            group=str(group),
             correct=verdict(values["correct"], where),
             confidence=None if confidence in (None, "") else share(confidence, where),
             text=str(values.get("text") or ""),
             problem=str(values.get("problem") or ""),
             task=str(values.get("task") or ""),
-            kind=str(values["kind"]) if values.get("kind") is not None else None,
+            kind=None if _is_blank(kind) else str(kind),
             labels=labels_of(row),
         )
+    if without_group:
+        logger.warning(
+            "%s: %d rows have no %s, and each counts as a problem of its own",
+            file,
+            without_group,
+            columns["group"],
+        )
     filters.report()
+
+
+def _is_blank(value: object) -> bool:
+    """Return whether a cell says nothing: null, no number, or white space."""
+    return value is None or value != value or not str(value).strip()
 
 
 def _at(row: Mapping[str, object], name: str, where: str) -> object:

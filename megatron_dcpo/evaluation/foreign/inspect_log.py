@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ZSTANDARD = 93  # the number of this compression in a zip file
 
+_SUCCESS = "success"  # the status of an evaluation that has ended well
 
 # Reasons of an output that is complete: "tool_calls" stays behind an agent that submits its answer
 # by a tool, whose text is the completion.
@@ -48,7 +49,8 @@ def is_inspect_log(file: Path) -> bool:
 def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
     """Yield the samples of an Inspect log: the verdict of ``scorer`` (NAME, or NAME.KEY for one of
     several values; empty: the first one), and the confidence that a scorer has put into its
-    metadata. Samples without a score are left out and counted.
+    metadata. Samples without a score are left out and counted, and an evaluation that did not end
+    well is said.
     """
     try:
         header, samples = _parts_of_inspect(file)
@@ -57,7 +59,9 @@ def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
             f"{file}: not a readable log of Inspect ({one_line(error, 200)}); inspect log convert "
             "writes it again"
         ) from None
-    task = str(header.get("eval", {}).get("task") or file.stem)
+    about = header.get("eval") or {}
+    task = str(about.get("task") or file.stem)
+    _report_unfinished(file, str(header.get("status") or _SUCCESS), len(samples), about)
     without_score = 0
     others: dict[str, None] = {}
     for name, sample in samples.items():
@@ -83,6 +87,21 @@ def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
             without_score,
             len(samples),
         )
+
+
+def _report_unfinished(file: Path, status: str, count: int, about: Mapping[str, Any]) -> None:
+    """Say if an evaluation was cancelled, failed or goes on: its log may lack samples."""
+    if status == _SUCCESS:
+        return
+    problems = (about.get("dataset") or {}).get("samples")
+    of = "" if problems is None else f", and its data set {problems} problems"
+    logger.warning(
+        "%s: the status of the evaluation is %s, not success: the log has %d samples%s",
+        file,
+        status,
+        count,
+        of,
+    )
 
 
 def _score_of(sample: Mapping[str, Any], scorer: str, where: str) -> tuple[Any, Mapping[str, Any]]:

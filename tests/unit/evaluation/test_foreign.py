@@ -168,6 +168,27 @@ def test_a_table_by_its_columns(tmp_path: Path) -> None:
     assert shown(path, **columns) == [("x", 1.0, 0.25), ("x", 0.0, None), ("y", 1.0, 1.0)]
 
 
+def test_rows_without_a_group_are_problems_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No number that names a problem is taken by a row that has none."""
+    path = tmp_path / "mine.jsonl"
+    groups = [3, 3, None, "", "  ", float("nan")]
+    rows = [{"right": 1, "id": group, "level": group} for group in groups]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = read_any(path, parse_columns("correct=right,group=id,kind=level"))
+    problems = [sample.prompt.prompt_id for sample in samples]
+    assert problems[:2] == ["3", "3"]
+    assert len(set(problems[2:]) - {"3"}) == 4
+    assert [sample.response.sample_index for sample in samples] == [0, 1, 0, 0, 0, 0]
+    assert [sample.prompt.kind for sample in samples] == ["3", "3", None, None, None, None]
+    assert len(caplog.records) == 1
+    assert "4 rows have no id" in caplog.text
+    caplog.clear()
+    read_any(path, parse_columns("correct=right"))
+    assert not caplog.records
+
+
 def test_our_own_samples_stay_what_they_are(tmp_path: Path) -> None:
     row = {
         "version": 2,
@@ -364,11 +385,16 @@ def test_options_alone_are_no_options(tmp_path: Path) -> None:
     assert sample.judgement.confidence == pytest.approx(share, rel=1e-9)
 
 
-def inspect_json(path: Path, *samples: dict[str, Any]) -> Path:
-    """The JSON form of an Inspect log."""
+def inspect_json(
+    path: Path, *samples: dict[str, Any], status: str = "success", problems: int | None = None
+) -> Path:
+    """The JSON form of an Inspect log, which may know how many ``problems`` its data set has."""
     file = path / "log.json"
     whole = [{"id": n, "input": "2+2=", "target": "4", **s} for n, s in enumerate(samples)]
-    log = {"version": 2, "status": "success", "eval": {"task": "sums"}, "samples": whole}
+    about: dict[str, Any] = {"task": "sums"}
+    if problems is not None:
+        about["dataset"] = {"name": "sums", "samples": problems}
+    log = {"version": 2, "status": status, "eval": about, "samples": whole}
     file.write_text(json.dumps(log))
     return file
 
@@ -385,6 +411,22 @@ def test_an_inspect_log_as_json(tmp_path: Path) -> None:
     file = inspect_json(tmp_path, answer("C"), answer("I"))
     assert shown(file) == [("0", 1.0, 0.6), ("1", 0.0, 0.6)]
     assert read_any(file)[0].prompt.task == "sums"
+
+
+@pytest.mark.parametrize("status", ["cancelled", "error", "started"])
+@pytest.mark.parametrize("problems", [None, 70])
+def test_a_log_that_did_not_end_well_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, status: str, problems: int | None
+) -> None:
+    assert len(shown(inspect_json(tmp_path, answer("C"), answer("I"), problems=problems))) == 2
+    assert not caplog.records
+    file = inspect_json(tmp_path, answer("C"), answer("I"), status=status, problems=problems)
+    assert len(shown(file)) == 2
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert status in said
+    assert " 2 samples" in said
+    assert ("70" in said) is (problems is not None)
 
 
 @pytest.mark.parametrize(

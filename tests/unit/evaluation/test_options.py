@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.run import settings_of
 from megatron_dcpo.runtime.run_records import today
+from tests.helpers.evaluated import evaluated, make_samples
 from tests.helpers.paths import QUICKSTART
 
 
@@ -202,3 +204,27 @@ def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() ->
     assert settings_of(load_evaluation(server), "m", today())["api"] == "chat"
     slower = load_evaluation({"run_dir": "r", "judging.test_seconds": 30})
     assert settings_of(slower, "m", today())["test_seconds"] == 30
+
+
+def test_a_tag_is_read_in_logs_of_others_and_not_in_samples_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their confidence was read when they were judged, behind the tag of that evaluation."""
+    evaluated(tmp_path / "ours", samples=make_samples(4))
+    ours = ["evaluate", "--samples", str(tmp_path / "ours" / "samples.jsonl"), "--resamples", "0"]
+    out = ["--out", str(tmp_path / "again")]
+    assert main([*ours, "--marker", "<sure>", *out]) == 2
+    assert "--marker" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+    (tmp_path / "evaluate.yaml").write_text("judging: {marker: <sure>}\n")
+    assert main([*ours, "--config", str(tmp_path / "evaluate.yaml"), *out]) == 0
+    evaluation = json.loads((tmp_path / "again" / "evaluation.json").read_text())
+    assert "marker" not in evaluation
+    theirs = tmp_path / "theirs.jsonl"
+    theirs.write_text('{"right": 1, "said": "4\\n<sure> Confidence: 0.8"}\n')
+    log = ["evaluate", "--samples", str(theirs), "--columns", "correct=right,text=said"]
+    arguments = [*log, "--marker", "<sure>", "--resamples", "0", "--out", str(tmp_path / "log")]
+    assert main(arguments) == 0
+    evaluation = json.loads((tmp_path / "log" / "evaluation.json").read_text())
+    assert evaluation["marker"] == "<sure>"
+    assert evaluation["overall"]["verbal"]["mean"] == 0.8

@@ -15,6 +15,7 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import message_prompts
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.evaluation.problems import load_problems
@@ -169,3 +170,37 @@ def test_validation_of_a_run(specs: str) -> None:
         "\\boxed{I don't know}" in prompt.messages[-1]["content"]
         for prompt in held_out.prompts.values()
     )
+
+
+MATHEMATICS = {"problem": "1 + 1 = ?", "answer": "2"}
+PROGRAM = {"problem": "Print the sum.", "tests": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([MATHEMATICS, MATHEMATICS, MMLU], ("row 1", "row 3", "math", "choice")),
+        ([MMLU, MATHEMATICS], ("row 1", "row 2", "choice", "math")),
+        ([MMLU, TRIVIA], ("choice", "short")),
+        ([MATHEMATICS, PROGRAM], ("row 1", "row 2", "math", "code")),
+    ],
+)
+def test_a_benchmark_of_several_forms_is_refused(
+    tmp_path: Path, rows: list[dict[str, Any]], named: Sequence[str]
+) -> None:
+    lines(tmp_path / "mixed.jsonl", *rows)
+    with pytest.raises(UserError) as error:
+        load_problems(f"mixed={tmp_path / 'mixed.jsonl'}", JudgingConfig())
+    assert all(part in str(error.value) for part in ("mixed.jsonl", *named))
+
+
+def test_forms_that_one_verifier_judges_may_be_mixed(tmp_path: Path) -> None:
+    """Mathematics and short answers by ``exact``; anything by a verifier of the user's."""
+    lines(tmp_path / "mixed.jsonl", MATHEMATICS, TRIVIA)
+    spec = f"mixed={tmp_path / 'mixed.jsonl'}"
+    (problems,) = load_problems(spec, JudgingConfig(verifier="exact"))
+    assert (problems.verifier, len(problems.benchmark.records)) == ("exact", 2)
+    own = tmp_path / "own.py"
+    own.write_text("def right(response, row):\n    return 1.0\n")
+    (problems,) = load_problems(spec, JudgingConfig(verifier=f"{own}:right"))
+    assert problems.verifier == f"{own}:right"

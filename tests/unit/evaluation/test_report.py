@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.headline import format_value
 from megatron_dcpo.evaluation.runs import find_runs
-from tests.helpers.evaluated import evaluated, make_sample, make_samples, trained
+from megatron_dcpo.evaluation.samples import write_samples
+from megatron_dcpo.evaluation.scoring import scored_kinds
+from tests.helpers.evaluated import changed, evaluated, make_sample, make_samples, trained
 
 pytestmark = pytest.mark.draws
+
+# the benchmarks of the paper's overall numbers
+PAPERS = ("math500", "aime24", "aime25", "amc23", "amc24")
 
 
 class Outside(HTMLParser):
@@ -111,6 +117,21 @@ def test_a_recalibrated_run_stands_in_the_main_table(tmp_path: Path) -> None:
     assert any(text.startswith("0.012") for text in texts)
     assert report.comparison(runs)[recalibrated]["auroc"] == 0.9876
     assert "hubmodel" in report.render_report(runs), "the model of an evaluation"
+
+
+def test_a_file_is_scored_by_every_confidence_that_its_samples_have(tmp_path: Path) -> None:
+    samples = [changed(s, min_logprob=None) for s in make_samples(10)]
+    fitted = [changed(s, posthoc_confidence=0.5, posthoc_by="task") for s in samples]
+    write_samples(samples, tmp_path / "plain.jsonl")
+    write_samples(fitted, tmp_path / "fitted.jsonl")
+    plain, with_fit = find_runs([tmp_path / "plain.jsonl", tmp_path / "fitted.jsonl"])
+    assert plain.evaluation is not None
+    assert with_fit.evaluation is not None
+    of_tokens = ["token", "token_product", "token_mean_logprob"]
+    assert scored_kinds(plain.evaluation["overall"]) == ["verbal", *of_tokens, "consistency"]
+    overall = with_fit.evaluation["overall"]
+    assert scored_kinds(overall) == ["verbal", *of_tokens, "consistency", "posthoc"]
+    assert overall["posthoc"]["mean_confidence"] == 0.5
 
 
 def test_only_what_is_separable_is_bold() -> None:
@@ -213,6 +234,57 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
     assert names == ["a/run", "b/run"]
 
 
+def test_every_run_has_a_name_of_its_own_however_deep_it_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for study in ("s1", "s2"):
+        for method in ("grpo", "dcpo"):
+            evaluated(tmp_path / study / method / "eval")
+
+    def named(*paths: str) -> list[str]:
+        return [run.name for run in find_runs([tmp_path / path for path in paths])]
+
+    assert named("s1/dcpo/eval", "s2/dcpo/eval") == ["s1/dcpo/eval", "s2/dcpo/eval"]
+    assert named("s1", "s2") == ["s1/dcpo/eval", "s1/grpo/eval", "s2/dcpo/eval", "s2/grpo/eval"]
+    files = ("s1/grpo/eval/samples.jsonl", "s1/dcpo/eval/samples.jsonl")
+    assert named(*files) == ["grpo/eval/samples", "dcpo/eval/samples"]
+    assert main(["report", *(str(tmp_path / path) for path in files), "--json"]) == 0
+    assert {"grpo/eval/samples", "dcpo/eval/samples"} <= set(
+        json.loads(capsys.readouterr().out)["runs"]
+    )
+
+
+def test_files_that_differ_in_the_suffix_alone_have_their_paths_as_names(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.csv"):
+        (tmp_path / name).write_text("right\n1\n0\n" if name == "a.csv" else '{"right": 1}\n')
+    paths = [tmp_path / "a.jsonl", tmp_path / "a.csv"]
+    names = [run.name for run in find_runs(paths, {"correct": "right"})]
+    assert names == [str(path.resolve()) for path in paths]
+
+
+def test_a_name_with_its_parent_may_be_that_of_another_run(tmp_path: Path) -> None:
+    for path in ("root/x/run", "root/y", "x/run", "z/run"):
+        evaluated(tmp_path / path)
+    runs = find_runs([tmp_path / path for path in ("root", "x/run", "z/run")])
+    assert [run.path.relative_to(tmp_path).as_posix() for run in runs] == [
+        "root/x/run",
+        "root/y",
+        "x/run",
+        "z/run",
+    ]
+    assert len({run.name for run in runs}) == 4
+
+
+def test_a_run_that_is_named_twice_is_there_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated(tmp_path / "runs" / "a")
+    evaluated(tmp_path / "runs" / "b")
+    runs = find_runs([tmp_path / "runs", tmp_path / "runs" / "a", tmp_path / "runs" / "b" / ".."])
+    assert [run.name for run in runs] == ["a", "b"]
+    assert len(caplog.records) == 3
+
+
 def test_a_training_run_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
@@ -306,10 +378,13 @@ def test_dcpo_report_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_published_numbers_stand_beside_ours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every shipped row is shown with its mark; ours are the means over benchmarks, as the paper's
-    are.
+    """Every shipped row is shown with its mark; ours are the means over the paper's benchmarks,
+    whatever else was evaluated.
     """
-    evaluation = evaluated(tmp_path / "run")
+    samples = []
+    for seed, name in enumerate((*PAPERS, "toy")):
+        samples += make_samples(6, benchmark=name, seed=seed)
+    evaluation: Any = evaluated(tmp_path / "run", samples=samples)
     assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     shipped = published.load_published("paper")
@@ -317,11 +392,16 @@ def test_published_numbers_stand_beside_ours(
     ours = {
         (r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows
     }
-    macro = evaluation["overall"]["macro"]  # type: ignore[index]
-    assert ours["DCPO", "overall", "verbal", "pce"] == macro["verbal"]["pce"]
-    assert ours["DCPO", "overall", "verbal", "accuracy"] == macro["accuracy"]
-    assert ours["DCPO", "overall", "verbal", "mean_length"] == evaluation["overall"]["mean_length"]  # type: ignore[index]
-    assert ours["base", "aime24", "token", "ece"] is None
+    scores = [evaluation["benchmarks"][name] for name in PAPERS]
+    pce = fmean(of["verbal"]["pce"] for of in scores)
+    assert ours["DCPO", "overall", "verbal", "pce"] == pytest.approx(pce)
+    accuracy = fmean(of["accuracy"] for of in scores)
+    assert ours["DCPO", "overall", "verbal", "accuracy"] == pytest.approx(accuracy)
+    of_aime = evaluation["benchmarks"]["aime24"]["token"]
+    assert ours["base", "aime24", "token", "ece"] == of_aime["ece"]
+    # over which problems these are is not known
+    assert ours["DCPO", "overall", "verbal", "mean_length"] is None
+    assert ours["DCPO", "overall", "verbal", "violation_rate"] is None
     page = (tmp_path / "run" / "report.html").read_text()
     assert (
         page.count("not the mean of the five columns")
@@ -330,6 +410,39 @@ def test_published_numbers_stand_beside_ours(
     )
     assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
     assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
+
+
+def test_an_overall_value_is_left_out_where_a_benchmark_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not evaluated, or undefined there: no other mean stands for it."""
+    evaluated(tmp_path / "toy")
+    samples = []
+    for seed, name in enumerate(PAPERS[1:]):
+        samples += make_samples(6, benchmark=name, seed=seed)
+    evaluated(tmp_path / "four", samples=samples)
+    all_wrong = [changed(s, correct=0.0) for s in make_samples(6, benchmark=PAPERS[0])]
+    five: Any = evaluated(tmp_path / "five", samples=all_wrong + samples)
+    assert five["overall"]["macro"]["token"]["auroc"] is None
+    assert five["overall"]["macro"]["token"]["ece"] is not None
+    evaluations = {run.name: run.evaluation for run in find_runs([tmp_path])}
+    rows = published.load_published("paper")
+    of_paper = {
+        (row["confidence"], row["metric"]): row["ours"]
+        for row in published.compare(evaluations, rows)
+        if row["over"]
+    }
+    assert of_paper["token", "auroc"] == {"five": None, "four": None, "toy": None}
+    assert of_paper["token", "ece"]["five"] == pytest.approx(
+        five["overall"]["macro"]["token"]["ece"]
+    )
+    lines = published.left_out(evaluations, rows)
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["four", "toy"]
+    assert lines[0].endswith(f": {PAPERS[0]}")
+    command = ["report", str(tmp_path), "--against", "paper"]
+    assert main(command) == 0
+    assert all(line in capsys.readouterr().out.splitlines() for line in lines[:1])
+    assert lines[0] in (tmp_path / "report.html").read_text()
 
 
 def test_marked_rows_are_really_inconsistent() -> None:

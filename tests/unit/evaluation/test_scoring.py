@@ -21,12 +21,13 @@ from megatron_dcpo.evaluation.samples import (
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import (
+    CONFIDENCE_KINDS,
     bins_from_json,
     headline,
     parse_kinds,
     score_samples,
 )
-from tests.helpers.evaluated import changed, make_samples, rows_of
+from tests.helpers.evaluated import changed, make_sample, make_samples, rows_of
 
 
 def test_scores_are_those_of_summarize() -> None:
@@ -49,6 +50,17 @@ def test_scores_are_those_of_summarize() -> None:
     assert toy["token"]["parse_rate"] == 1.0
     assert scores["overall"] == {**toy, "macro": scores["overall"]["macro"]}
     assert scores["model"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("probability", "length", "product"), [(0.5, 3, 0.125), (0.5, 0, None), (None, 3, None)]
+)
+def test_a_product_of_unknown_length_is_unknown(
+    probability: float | None, length: int, product: float | None
+) -> None:
+    """Rows of another tool's log have no length; a product of none would be 1."""
+    sample = make_sample(token_confidence=probability, length=length)
+    assert CONFIDENCE_KINDS["token_product"](sample) == product
 
 
 def test_runs_are_the_repeats() -> None:
