@@ -473,7 +473,7 @@ def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
     for sample in samples:
         key = sample.prompt.ground_truth.strip()
         if key and not is_code(sample):
-            by_benchmark.setdefault(sample.prompt.task, {})[sample.prompt.prompt_id] = key
+            by_benchmark.setdefault(sample.prompt.task, {})[sample.problem_key[1]] = key
     if not by_benchmark:
         return {}
     answers: list[str] = []
@@ -507,7 +507,7 @@ def by_kind(samples: Sequence[Sample], kinds_by: str = "") -> dict[str, dict[str
     for kind, members in sorted(groups.items()):
         scores[kind] = {
             "n": len(members),
-            "problems": len({sample.prompt.prompt_id for sample in members}),
+            "problems": len({sample.problem_key for sample in members}),
             "accuracy": sum(sample.correct for sample in members) / len(members),
             "prompt_blind": prompt_blind(members),
         }

@@ -26,7 +26,7 @@ from megatron_dcpo.evaluation.scoring import (
     parse_kinds,
     score_samples,
 )
-from tests.helpers.evaluated import changed, make_samples, rows_of
+from tests.helpers.evaluated import changed, make_sample, make_samples, rows_of
 
 
 def test_scores_are_those_of_summarize() -> None:
@@ -179,3 +179,26 @@ def test_one_number_for_every_answer_is_said(
     ]
     score_samples(samples, resamples=0)
     assert ("0.8" in caplog.text) is said
+
+
+def test_a_problem_that_was_trained_on_in_two_epochs_is_one(tmp_path: Path) -> None:
+    """Of a user's own ids nothing is taken off."""
+    trained = []
+    for epoch in range(3):
+        for problem in range(4):
+            sample = make_sample(
+                prompt_id=f"toy/{problem}@1@{epoch}",
+                sample_index=0,
+                correct=float(problem % 2),
+                training_step=epoch + 1,
+            )
+            trained.append(sample)
+    write_samples(trained, tmp_path / "samples.jsonl")
+    read = read_samples(tmp_path / "samples.jsonl")
+    assert {sample.problem_key[1] for sample in read} == {f"toy/{n}@1" for n in range(4)}
+    assert score_samples(read, ["verbal"], resamples=0)["overall"]["problems"] == 4
+    evaluated = [changed(sample, training_step=None) for sample in read]
+    assert {sample.problem_key[1] for sample in evaluated} == {
+        sample.prompt.prompt_id for sample in trained
+    }
+    assert score_samples(evaluated, ["verbal"], resamples=0)["overall"]["problems"] == 12
