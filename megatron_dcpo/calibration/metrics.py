@@ -46,6 +46,7 @@ Denominator = Literal["valid", "all"]
 Metric = Callable[[np.ndarray, np.ndarray], float]
 
 DEFAULT_BINS = 20
+NORMAL_975 = 1.959963984540054  # the standard normal distribution's quantile of .975
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def pessimistic(
 
 
 def wilson_interval(
-    successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054
+    successes: np.ndarray, count: np.ndarray, z: float = NORMAL_975
 ) -> tuple[np.ndarray, ...]:
     """Return the Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the
     samples as independent.
