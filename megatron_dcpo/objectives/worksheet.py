@@ -4,7 +4,6 @@ float64 and without a model.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -216,11 +215,8 @@ def known_keys() -> list[str]:
     """Return what a response of the input may have: the columns of its tokens, and what a row of
     the codec has.
     """
-    names = [field.name for field in dataclasses.fields(Judgement)]
-    for kind in (Response, Prompt):
-        absent = codec.NOT_IN_FILES.get(kind, {})
-        names += [field.name for field in dataclasses.fields(kind) if field.name not in absent]
-    return list(dict.fromkeys((*names, *PER_TOKEN, *BESIDE_RECORDS)))
+    of_records = (*codec.keys_of(Judgement), *codec.keys_of(Response), *codec.keys_of(Prompt))
+    return list(dict.fromkeys((*of_records, *PER_TOKEN, *BESIDE_RECORDS)))
 
 
 def read(path: str) -> Mapping[str, Any]:
