@@ -5,11 +5,13 @@ same commands a user types (they are printed); trainings run two at a time, one 
 
 Leaves in ``out``: reliability.png, report.html, summary.json, and for every row a directory with
 evaluation.json, samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face
-format. An interrupted comparison continues where it was killed.
+format. An interrupted comparison continues where it was killed, if it is made of the same:
+made_of.json has the options, and digests of the policy, the data and the methods' files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -31,6 +33,7 @@ from megatron_dcpo.evaluation.scoring import LOOKUP, headline
 RECALIBRATED = {"grpo_recalibrated": "response", "grpo_recalibrated_task": "task"}
 # the responses that it is fitted on; not below the run, whose report they are no part of
 FITTED = "fitted"
+INPUTS = "made_of.json"
 TITLES = {
     "base": "before RL",
     "grpo": "GRPO",
@@ -203,17 +206,70 @@ def compare(comparison: Comparison, workers: int) -> None:
 
 
 def start_over_unless_interrupted(comparison: Comparison) -> None:
-    """Keep what an interrupted comparison of the same seed has; remove what a finished or different
-    one left.
+    """Keep what an interrupted comparison of the same seed has; remove what a finished one, or one
+    of another seed, left. End if the interrupted one was made of something else.
     """
     out, seed = comparison.out, comparison.seed
     marker = out / "seed.txt"
-    if marker.is_file() and (marker.read_text() != str(seed) or (out / "summary.json").is_file()):
-        for name in (*comparison.rows, FITTED):
-            shutil.rmtree(out / name, ignore_errors=True)
-        (out / "summary.json").unlink(missing_ok=True)
+    if marker.is_file():
+        if marker.read_text() != str(seed) or (out / "summary.json").is_file():
+            for name in (*comparison.rows, FITTED):
+                shutil.rmtree(out / name, ignore_errors=True)
+            (out / "summary.json").unlink(missing_ok=True)
+            (out / INPUTS).unlink(missing_ok=True)
+        else:
+            check_inputs(comparison)
     out.mkdir(parents=True, exist_ok=True)
     marker.write_text(str(seed))
+    (out / INPUTS).write_text(
+        json.dumps(known_inputs(out) | inputs_of(comparison), indent=1) + "\n"
+    )
+
+
+def inputs_of(comparison: Comparison) -> dict[str, str]:
+    """Return what the results are made of besides the seed, by name."""
+    inputs = {
+        "options": " ".join(comparison.overrides),
+        "sampling": " ".join(comparison.sampling),
+        "fitted": str(comparison.fitted),
+    }
+    for name in ("policy", "heldout", "train"):
+        path = getattr(comparison, name)
+        inputs[name] = f"{path} {digest(path)}"
+    for method in comparison.methods:
+        inputs[f"{method}.yaml"] = digest(comparison.folder / f"{method}.yaml")
+    return inputs
+
+
+def known_inputs(out: Path) -> dict[str, str]:
+    """Return what the results in ``out`` were made of, nothing if it is not known."""
+    path = out / INPUTS
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def check_inputs(comparison: Comparison) -> None:
+    """End if results that are there were made of something else."""
+    out = comparison.out
+    if not any((out / name).exists() for name in comparison.rows):
+        return
+    before = known_inputs(out)
+    for name, now in inputs_of(comparison).items():
+        method = name.removesuffix(".yaml")
+        if method in comparison.methods and not (out / method).exists():
+            continue  # another method than those of before
+        if before.get(name) != now:
+            raise SystemExit(
+                f"{out} was begun with {name} {before.get(name, '(not known)')}, now it is {now}; "
+                "give another --out, or remove it"
+            )
+
+
+def digest(path: Path) -> str:
+    """Return a digest of a file, or of the sizes and times of a model's files."""
+    known = [path.read_bytes()] if path.is_file() else []
+    for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")):
+        known.append(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    return hashlib.sha256(b"\n".join(known)).hexdigest()[:8]
 
 
 def run_one(comparison: Comparison, name: str) -> None:

@@ -92,6 +92,12 @@ def to_values(
     return values
 
 
+def keys_of(kind: type[DataclassInstance]) -> list[str]:
+    """Return the keys that a row has of a record of a ``kind``."""
+    left_out = NOT_IN_FILES.get(kind, {})
+    return [field.name for field in dataclasses.fields(kind) if field.name not in left_out]
+
+
 def as_read(record: Record) -> Record:
     """Return a record without what no file holds: as it will be once it is written and read."""
     return dataclasses.replace(record, **NOT_IN_FILES.get(type(record), {}))

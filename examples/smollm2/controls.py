@@ -4,7 +4,8 @@ P(true).
 ``python examples/smollm2/controls.py --runs runs/smollm2 --methods grpo,dcpo`` reads
 ``METHOD/validation/samples.jsonl`` and the other evaluations beside it, runs the policy over every
 response once more, and writes ``METHOD/PART/controls.json``: lists in the order of the samples.
-Whatever is fitted is fitted on the validation problems.
+Whatever is fitted is fitted on the validation problems; what it says of these themselves was fitted
+on the others of them.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ def write_controls(runs: Path, method: str, parts: Sequence[str]) -> None:
     found = {part: _passes(model, tokenizer, of) for part, of in samples.items()}
     fitted = {name: _probe(found["validation"][name], samples["validation"]) for name in PROBES}
     for part, values in found.items():
-        written = {
-            f"{name} probe": fitted[name].predict_proba(values[name])[:, 1].tolist()
-            for name in PROBES
-        }
+        written = {}
+        for name in PROBES:
+            if part == "validation":
+                predicted = _cross_fitted(values[name], samples[part])
+            else:
+                predicted = fitted[name].predict_proba(values[name])[:, 1]
+            written[f"{name} probe"] = predicted.tolist()
         written["P(true)"] = values["p_true"].tolist()
         _samples(runs, method, part).with_name("controls.json").write_text(json.dumps(written))
         logging.info("%s/%s: %d responses", method, part, len(samples[part]))
@@ -121,16 +125,32 @@ def _probe(hidden: np.ndarray, samples: Sequence[Sample]) -> Any:
     the problems.
     """
     from sklearn.linear_model import LogisticRegressionCV
-    from sklearn.model_selection import GroupKFold
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
     right = np.array([s.correct for s in samples])
-    folds = list(GroupKFold(5).split(hidden, right, [s.prompt.prompt_id for s in samples]))
+    folds = _folds(hidden, samples)
     regression = LogisticRegressionCV(
         Cs=np.logspace(-5, 0, 6), cv=folds, scoring="neg_log_loss", max_iter=2000
     )
     return make_pipeline(StandardScaler(), regression).fit(hidden, right)
+
+
+def _cross_fitted(hidden: np.ndarray, samples: Sequence[Sample]) -> np.ndarray:
+    """Return what probes that were fitted on other problems say of each sample [N]."""
+    predicted = np.zeros(len(samples))
+    for others, inside in _folds(hidden, samples):
+        probe = _probe(hidden[others], [samples[row] for row in others])
+        predicted[inside] = probe.predict_proba(hidden[inside])[:, 1]
+    return predicted
+
+
+def _folds(hidden: np.ndarray, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the rows outside and inside of each of five parts of the problems."""
+    from sklearn.model_selection import GroupKFold
+
+    problems = [s.prompt.prompt_id for s in samples]
+    return list(GroupKFold(5).split(hidden, groups=problems))
 
 
 def main() -> None:

@@ -358,6 +358,12 @@ def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> 
         "lookup. Fitted rows: on the "
         "policy's own validation responses."
     )
+    if part == "validation" and can_be_guessed(runs):
+        # controls.py of that study applied the probes to what they were fitted on
+        text += (
+            " Probes: here in sample, fitted on these same responses, so that these rows are too "
+            "good; the test's are not."
+        )
     return table(
         text,
         ("ECE", "corrected", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"),

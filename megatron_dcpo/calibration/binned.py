@@ -40,7 +40,8 @@ def binned_error(
     over_only: bool = False,
 ) -> BinnedError:
     """Return ECE (PCE with ``over_only``) corrected for its bias, with a 95 % interval from
-    resampling whole problems. Without a valid row it is NaN.
+    resampling whole problems. Without a valid row it is NaN; so are the ends of the interval if the
+    resamples do not differ, as of one problem alone.
 
     The interval is estimate ± 1.96 standard deviations of the corrected estimate, cut at 0. It
     begins at 0 if the plug-in error is not above that of 97.5 % of calibrated models with the same
@@ -69,6 +70,8 @@ def binned_error(
         drawn[i] = times @ excess / (times @ count)
     deviation = drawn.std(axis=0)
     estimate = float(_corrected(x, deviation, over_only).sum())
+    if deviation.max() <= metrics.NO_SPREAD:
+        return BinnedError(max(estimate, 0.0), math.nan, math.nan)
     corrected = _corrected(drawn, deviation, over_only).sum(axis=1)
     half = 1.959963984540054 * float(corrected.std())
     calibrated = np.quantile(_plain(drawn - x, over_only).sum(axis=1), 0.975)

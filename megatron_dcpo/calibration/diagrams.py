@@ -256,7 +256,7 @@ def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[C
 
 def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") -> None:
     """Draw bars of accuracy per bin, a tick at the bin's mean confidence, Wilson intervals, the
-    diagonal.
+    diagonal. The intervals take all answers as independent, also those to one problem.
     """
     filled = bins.count > 0
     width = np.diff(bins.edges)[filled]

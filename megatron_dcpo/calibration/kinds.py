@@ -66,13 +66,14 @@ def auroc_within_ci(
     seed: int = 0,
 ) -> tuple[float, float]:
     """Return the 95 % percentile interval of ``auroc_within`` from a bootstrap over problems, with
-    the resamples of ``bootstrap_ci``; NaN if the value is.
+    the resamples of ``bootstrap_ci``; NaN if the value is, or if there is one problem alone.
     """
     scores = metrics.as_confidences(confidences)
     y = metrics.as_correct(correct)
     codes = _codes(kinds, len(y))
     count = _count(codes)
-    if math.isnan(_within(scores, y, codes, count).value):
+    problems = len(y) if problem_ids is None else len(set(problem_ids))
+    if problems < 2 or math.isnan(_within(scores, y, codes, count).value):
         return math.nan, math.nan
     values = [
         _within(scores[rows], y[rows], codes[rows], count).value

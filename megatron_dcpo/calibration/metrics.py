@@ -46,6 +46,8 @@ Denominator = Literal["valid", "all"]
 Metric = Callable[[np.ndarray, np.ndarray], float]
 
 DEFAULT_BINS = 20
+NO_SPREAD = 1e-12  # what rounding leaves of the width of an interval
+NORMAL_975 = 1.959963984540054  # the standard normal distribution's quantile of .975
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def pessimistic(
 
 
 def wilson_interval(
-    successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054
+    successes: np.ndarray, count: np.ndarray, z: float = NORMAL_975
 ) -> tuple[np.ndarray, ...]:
     """Return the Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the
     samples as independent.
@@ -346,7 +348,8 @@ def bootstrap_ci(
     ``resamples`` resamples of whole problems.
 
     Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every
-    row is a cluster. Resamples with a NaN metric (one class only) are left out. Use
+    row is a cluster. Resamples with a NaN metric (one class only) are left out. Resamples that do
+    not differ, of one problem or of equal ones, know no spread: the ends are then NaN. Use
     ``binned.binned_error`` for ECE and PCE, whose resamples are biased upwards.
     """
     c = as_confidences(confidences)
@@ -357,7 +360,10 @@ def bootstrap_ci(
     values = np.array(
         [metric(c[rows], y[rows]) for rows in resampled_rows(problem_ids, len(y), resamples, seed)]
     )
-    return percentiles(values, level)
+    low, high = percentiles(values, level)
+    if high - low <= NO_SPREAD:
+        return float("nan"), float("nan")
+    return low, high
 
 
 def resampled_rows(

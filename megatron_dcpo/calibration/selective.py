@@ -3,7 +3,8 @@ risk-coverage curve. NumPy only.
 
 Rows are taken from the most to the least confident. Rows of equal confidence cannot be told apart,
 so each counts as the mean of its ties, and the result does not depend on the order of the rows. Any
-score ranks; NaN rows (unparsed) are left out, as in ``auroc``.
+score ranks; NaN rows (unparsed) are left out, as in ``auroc``. SciPy's quantile of Student's t is
+imported where rows share problems.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.calibration.metrics import Confidences, Correct, ranked_rows, wilson_interval
+from megatron_dcpo.calibration.metrics import (
+    NORMAL_975,
+    Confidences,
+    Correct,
+    as_confidences,
+    ranked_rows,
+    wilson_interval,
+)
 
 COVERAGES = (0.5, 0.8, 0.9)
 
@@ -53,7 +61,7 @@ def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: f
 class Threshold:
     """The least ``confidence`` that is answered. Of the N rows by which it was chosen the share
     ``coverage`` is answered, and of those the share ``risk`` is wrong; ``low`` and ``high`` are the
-    ends of its 95 % interval (Wilson).
+    ends of its 95 % interval (:func:`share_interval`).
     """
 
     confidence: float
@@ -63,14 +71,21 @@ class Threshold:
     high: float
 
 
-def threshold_for_risk(confidences: Confidences, correct: Correct, risk: float) -> Threshold | None:
+def threshold_for_risk(
+    confidences: Confidences,
+    correct: Correct,
+    risk: float,
+    problems: Sequence[int] | np.ndarray | None = None,
+) -> Threshold | None:
     """Return the threshold that answers most while at most the share ``risk`` of the answers is
-    wrong; None if no threshold does.
+    wrong; None if no threshold does. ``problems`` [N] has the problem of each row; without it each
+    row is its own.
     """
     s, y = ranked_rows(confidences, correct)
     order = np.argsort(-s, kind="stable")
     s = s[order]
-    wrong = np.cumsum(1.0 - y[order])
+    is_wrong = 1.0 - y[order]
+    wrong = np.cumsum(is_wrong)
     answered = np.arange(1, len(s) + 1)
     # a threshold answers all rows of one confidence, or none
     is_last = np.append(s[1:] != s[:-1], True) if len(s) else np.zeros(0, bool)
@@ -78,14 +93,51 @@ def threshold_for_risk(confidences: Confidences, correct: Correct, risk: float) 
     if not len(kept):
         return None
     k = int(kept[-1])
-    low, high = wilson_interval(wrong[k : k + 1], answered[k : k + 1])
+    names = np.arange(len(s))
+    if problems is not None:
+        names = np.asarray(problems)[~np.isnan(as_confidences(confidences))]
+    low, high = share_interval(is_wrong[: k + 1], names[order][: k + 1])
     return Threshold(
         confidence=float(s[k]),
         coverage=float(answered[k] / len(s)),
         risk=float(wrong[k] / answered[k]),
-        low=float(low[0]),
-        high=float(high[0]),
+        low=low,
+        high=high,
     )
+
+
+def share_interval(marked: np.ndarray, problems: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the share of rows that are ``marked`` (0 or 1) [N], over
+    ``problems`` [N]: Wilson's where each row has a problem of its own.
+
+    The rows of one problem may be alike. Where some share a problem, the interval is Wilson's for
+    as many independent rows as would leave the share the variance that it has between the problems
+    (linearized, as of a ratio of two sums), with Student's t for their number. All or none marked
+    shows no variance: each problem then counts as one row. One problem alone says nothing.
+    """
+    _, of_row = np.unique(problems, return_inverse=True)
+    rows = np.bincount(of_row)
+    count = len(rows)
+    if count == len(marked):
+        return _ends(marked.sum(), count)
+    if count == 1:
+        return 0.0, 1.0
+    from scipy.special import stdtrit
+
+    share = float(marked.mean())
+    independent = float(count)
+    if 0.0 < share < 1.0:
+        residuals = np.bincount(of_row, weights=marked) - share * rows
+        variance = count / (count - 1) * float(residuals @ residuals) / len(marked) ** 2
+        independent = len(marked)
+        if variance > 0:
+            independent = min(share * (1.0 - share) / variance, len(marked))
+    return _ends(share * independent, independent, z=float(stdtrit(count - 1, 0.975)))
+
+
+def _ends(marked: float, count: float, z: float = NORMAL_975) -> tuple[float, float]:
+    low, high = wilson_interval(np.array([marked]), np.array([count]), z)
+    return float(low[0]), float(high[0])
 
 
 def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:

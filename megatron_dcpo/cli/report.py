@@ -216,4 +216,4 @@ def show_scores(
             print(printable(no_kinds_line(kinds["possible"])))
         print(f"wrote {out}")
     else:
-        print(f"fitted on all problems; wrote {out}")
+        print(f"no problem was held out; wrote {out}")

@@ -130,6 +130,7 @@ KEYS_OF_PROGRAMS = replace(
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
 _PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
+_EPOCH = re.compile(r"@\d+\Z")  # what with_epoch appends
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -304,15 +305,28 @@ def draw_prompts(
     shuffled.
 
     A function of seed and position alone, so that resuming needs no generator. The epoch is
-    appended to ``prompt_id``, so that a prompt met twice in one step forms two groups.
+    appended to ``prompt_id`` (:func:`with_epoch`), so that a prompt met twice in one step forms two
+    groups.
     """
     chosen = []
     for epoch, index in in_epochs(
         len(prompts), first, count, seed=seed, shuffle=shuffle, ranks=ranks
     ):
         prompt = prompts[index]
-        chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
+        chosen.append(replace(prompt, prompt_id=with_epoch(prompt.prompt_id, epoch)))
     return chosen
+
+
+def with_epoch(prompt_id: str, epoch: int) -> str:
+    """Return the id of a problem as a training draws it in an epoch."""
+    return f"{prompt_id}@{epoch}"
+
+
+def without_epoch(drawn_id: str) -> str:
+    """Return the id of a problem from the one that :func:`with_epoch` made of it; any other id as
+    it is.
+    """
+    return _EPOCH.sub("", drawn_id)
 
 
 def in_epochs(

@@ -25,6 +25,8 @@ VALUES = {
     "accuracy": ("rollout/accuracy", "reward/accuracy"),
     **{name: (f"calibration/{name}",) for name in OF_CONFIDENCE},
 }
+# groups that were sampled and not trained: the calibration is of the trained ones, not of all
+FILTERED = "rollout/groups_filtered"
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class EqualData:
     """Runs after equal ``amounts`` of ``what`` (a key of :data:`TOTALS`).
 
     ``rows`` has for each run its ``step``, the totals up to it, and the means of :data:`VALUES`
-    over the last steps, None if a value is undefined.
+    over the last steps. A value is None if it is undefined; so are all of a run whose first step
+    had gone beyond the amount, and the calibration of a run that left groups out of these steps.
     """
 
     what: str
@@ -53,7 +56,7 @@ def at_equal_data(runs: Sequence[EvaluatedRun]) -> list[EqualData]:
             continue
         amount = min(rows[-1][total] for rows in counted.values())
         table = {
-            name: _values([row for row in rows if row[total] <= amount] or rows[:1])
+            name: _values([row for row in rows if row[total] <= amount])
             for name, rows in counted.items()
         }
         comparisons.append(EqualData(what=what, amount=int(amount), rows=table))
@@ -61,16 +64,27 @@ def at_equal_data(runs: Sequence[EvaluatedRun]) -> list[EqualData]:
 
 
 def _values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return a run's values after the last of ``rows``."""
-    last = rows[-1]
-    values: dict[str, float | None] = {"step": last["step"]}
+    """Return a run's values after the last of ``rows``; None each without rows."""
+    last: Mapping[str, Any] = rows[-1] if rows else {}
+    values: dict[str, float | None] = {"step": last.get("step")}
     for what, total in TOTALS.items():
         values[what] = last.get(total)
+    averaged = rows[-STEPS:]
+    filtered = any(_is_filtered(row) for row in averaged)
     for name, metrics in VALUES.items():
+        if filtered and name in OF_CONFIDENCE:
+            values[name] = None
+            continue
         defined = []
-        for row in rows[-STEPS:]:
+        for row in averaged:
             candidates = [row[metric] for metric in metrics if metric in row]
             if candidates and is_number(candidates[0]):
                 defined.append(float(candidates[0]))
         values[name] = sum(defined) / len(defined) if defined else None
     return values
+
+
+def _is_filtered(row: Mapping[str, Any]) -> bool:
+    """Return whether a step left sampled groups out of its batch."""
+    count = row.get(FILTERED)
+    return is_number(count) and count > 0

@@ -22,7 +22,7 @@ from megatron_dcpo.evaluation.samples import Sample, settings_next_to
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _PLACE = "@@the problem@@"  # where a template puts the problem
-_ARRAYS = ("held_out_confidences", "held_out_correct", "counts")
+_ARRAYS = ("held_out_confidences", "held_out_correct", "counts", "held_out_problems")
 _LEAST_OF_A_REASON = 20
 # names of the arrays in the predictor's file begin with it
 _PREFIX = "record/"
@@ -101,6 +101,8 @@ class FitRecord:
     [H] are the predictions on held-out answers and their labels, empty if none was held out.
     ``counts`` [20] is the histogram of the predictions on held-out answers, or else on all.
     ``finish_reasons`` are those of the fitted answers (:func:`finish_reasons_of`).
+    ``held_out_problems`` [H] has for each held-out answer a number of its problem; an earlier
+    release kept none, and each answer is then taken as its own problem.
     """
 
     fitted_on: FittedOn | None
@@ -108,6 +110,7 @@ class FitRecord:
     held_out_correct: np.ndarray
     counts: np.ndarray
     finish_reasons: tuple[str, ...] = ()
+    held_out_problems: np.ndarray | None = None
 
     def header(self) -> dict[str, Any]:
         """Return what the header of a predictor's file says of the record."""
@@ -116,7 +119,8 @@ class FitRecord:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of a predictor's file that are the record's."""
-        return {_PREFIX + name: getattr(self, name) for name in _ARRAYS}
+        arrays = {_PREFIX + name: getattr(self, name) for name in _ARRAYS}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 def record_of(
@@ -127,16 +131,20 @@ def record_of(
     """
     confidences = []
     correct = []
+    problems = []
+    numbers: dict[tuple[str, str], int] = {}
     for sample in held_out:
         if sample.measures.posthoc_confidence is not None:
             confidences.append(sample.measures.posthoc_confidence)
             correct.append(float(sample.correct))
+            problems.append(numbers.setdefault(sample.problem_key, len(numbers)))
     known = [value for value in predictions if value is not None]
     return FitRecord(
         fitted_on=fitted_on,
         held_out_confidences=np.array(confidences, np.float64),
         held_out_correct=np.array(correct, np.float64),
         counts=bin_rows(known, np.zeros(len(known))).count,
+        held_out_problems=np.array(problems, np.int32),
     )
 
 
@@ -172,6 +180,7 @@ def read_record(
         held_out_correct=saved["held_out_correct"],
         counts=saved["counts"],
         finish_reasons=header.finish_reasons,
+        held_out_problems=saved.get("held_out_problems"),
     )
     return record, rest
 

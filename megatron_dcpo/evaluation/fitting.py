@@ -12,6 +12,7 @@ from typing import Any
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
 from megatron_dcpo.evaluation.foreign import read_any
+from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import (
     RANKING_ONLY,
     checked_kinds,
@@ -71,6 +72,7 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
         seed=options.seed,
         epochs=options.epochs,
     )
+    _say_left_out(predictor.source, samples, options)
     fitted_on = fitted_on_of(files, samples)
     if fitted_on is None:
         logger.warning(
@@ -89,3 +91,19 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
     arms = {kind: confidences_of(held_out, kind) for kind in ("verbal", before)}
     arms[options.method] = confidences_of(held_out, "posthoc")
     return FittedScores(rows=scores_of_arms(held_out, arms, options.kinds_by), kinds=kinds)
+
+
+def _say_left_out(source: str, samples: Sequence[Sample], options: PosthocFit) -> None:
+    """Log how many responses that are not held out were fitted, if some lack the inputs."""
+    inside = []
+    for sample in samples:
+        if not posthoc.is_held_out(posthoc.problem_of(sample), options.held_out, options.seed):
+            inside.append(sample)
+    _, known = posthoc.inputs_of(inside, source)
+    if len(known) < len(inside):
+        logger.warning(
+            "fitted on %d of %d responses; the others lack %s",
+            len(known),
+            len(inside),
+            posthoc.needs_of(source),
+        )

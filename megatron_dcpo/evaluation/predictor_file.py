@@ -180,6 +180,7 @@ _RECORD = {
     "record/held_out_correct": "H",
     "record/counts": "B",
 }
+_HELD_OUT_PROBLEMS = "record/held_out_problems"  # files of earlier releases have none
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def check_arrays(method: str, inputs: PredictorInputs, arrays: Arrays) -> None:
         shapes |= _OF_A_PROBE
     if any(name.startswith("record/") for name in arrays):
         shapes |= _RECORD
+        if _HELD_OUT_PROBLEMS in arrays:
+            shapes[_HELD_OUT_PROBLEMS] = "H"
     if set(shapes) != set(arrays):
         wrong = ", ".join(sorted(set(shapes) ^ set(arrays)))
         raise UserError(f"arrays are missing, or too many: {wrong}")
@@ -233,6 +236,7 @@ def _check_values(arrays: Arrays) -> None:
     correct = arrays.get("record/held_out_correct", np.empty(0))
     if not np.isin(correct, (0, 1)).all():
         raise UserError("record/held_out_correct is neither 0 nor 1")
-    counts = arrays.get("record/counts", np.empty(0))
-    if (counts < 0).any() or (counts != np.round(counts)).any():
-        raise UserError("record/counts are no counts")
+    for name in ("record/counts", _HELD_OUT_PROBLEMS):
+        counts = arrays.get(name, np.empty(0))
+        if (counts < 0).any() or (counts != np.round(counts)).any():
+            raise UserError(f"{name} are no counts")

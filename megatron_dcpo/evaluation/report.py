@@ -251,6 +251,13 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     return [*tables, *_equal_data_tables(runs)]
 
 
+_EQUAL_DATA_NOTE = (
+    "A run that left groups out of its batches (rollout.filter_groups) has no calibration here, "
+    "which would be that of the rest alone, and a run whose first step went beyond the amount has "
+    "no row."
+)
+
+
 def _equal_data_tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     """Return the trainings at equal informative groups and at equal responses."""
     tables = []
@@ -269,7 +276,7 @@ def _equal_data_tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
         )
         labels = ["Step", *(what.capitalize() for what in TOTALS)]
         labels += [METRICS[key].label for key in VALUES]
-        tables.append(_table(title, rows, labels=labels))
+        tables.append(_table(title, rows, labels=labels, note=_EQUAL_DATA_NOTE))
     return tables
 
 
@@ -279,10 +286,11 @@ def _table(
     *,
     is_open: bool = False,
     labels: Sequence[str] = (),
+    note: str = "",
 ) -> dict[str, Any]:
-    """Return a table for the page, by default with the headline's columns."""
+    """Return a table for the page, by default with the headline's columns; the note is below it."""
     columns = labels or [METRICS[key].label for key in HEADLINE]
-    return {"name": name, "open": is_open, "rows": rows, "labels": columns}
+    return {"name": name, "open": is_open, "rows": rows, "labels": columns, "note": note}
 
 
 def _tables_of_group(group: Sequence[EvaluatedRun], sampling: str) -> list[dict[str, Any]]:

@@ -97,7 +97,9 @@ def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> Evaluat
     kinds = [kind for kind in CONFIDENCE_KINDS if kind == "verbal" or _any_has(samples, kind)]
     rows = []
     for sample in samples:
-        row = codec.to_row(sample.prompt, sample.response, sample.judgement, sample.measures)
+        row = codec.to_row(
+            sample.prompt, sample.response, sample.judgement, sample.measures, sample.origin
+        )
         rows.append(json_ready(row))
     evaluation = score_samples(samples, kinds, path.name, resamples=1000, seed=0)
     return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)

@@ -23,12 +23,13 @@ import numpy as np
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.data.datasets import without_epoch
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import parse_date
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import Judgement, Limits, Probability, Prompt, Response
+from megatron_dcpo.types import Count, Judgement, Limits, Probability, Prompt, Response
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +68,12 @@ class Origin:
     """What a sample was made of, as short digests: ``asked`` of the prompt as it was sent,
     ``judged_by`` of the key, the columns and the verifier (:func:`digest_asked`,
     :func:`digest_judged`). None is not known: in logs of others, and where a verifier has no
-    digest.
+    digest. ``training_step`` is the step that trained on the response, None in an evaluation.
     """
 
     asked: str | None = None
     judged_by: str | None = None
+    training_step: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,13 @@ class Sample:
 
     @property
     def problem_key(self) -> tuple[str, str]:
-        """Return benchmark and prompt id, which together name the problem."""
-        return self.prompt.task, self.prompt.prompt_id
+        """Return benchmark and prompt id, which together name the problem; the id of a response
+        that was trained on is without the epoch, so that a problem met in two epochs is one.
+        """
+        prompt_id = self.prompt.prompt_id
+        if self.origin.training_step is not None:
+            prompt_id = without_epoch(prompt_id)
+        return self.prompt.task, prompt_id
 
     @property
     def correct(self) -> bool:

@@ -242,7 +242,7 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], options: _Options) -
         intervals[kind] = ci95
         scores[kind] = block
     accuracies = []
-    for repeat in answers.repeats:
+    for repeat in _comparable_repeats(answers):
         rows = _samples_of_repeat(samples, repeat)
         accuracies.append(metrics.accuracy([float(sample.correct) for sample in rows]))
     scores["runs"] = _spread(accuracies)
@@ -381,11 +381,11 @@ def _coverage_curve(
 
 def _per_run(answers: _Answers, kind: str) -> dict[str, Any]:
     """Return the calibration metrics of single repeats: their mean and sample standard deviation
-    over the repeats.
+    over the repeats, NaN if some problems have other repeats than others.
     """
     values: dict[str, list[float]] = {name: [] for name in OF_CONFIDENCE}
     without_intervals = replace(answers.options, resamples=0)
-    for repeat in answers.repeats:
+    for repeat in _comparable_repeats(answers):
         rows = _samples_of_repeat(answers.samples, repeat)
         summary = _Answers.of(rows, without_intervals).summarized(
             confidences_of(rows, kind), ranking_only=kind in RANKING_ONLY
@@ -393,6 +393,17 @@ def _per_run(answers: _Answers, kind: str) -> dict[str, Any]:
         for name, summaries in values.items():
             summaries.append(summary[name])
     return {name: _spread(summaries) for name, summaries in values.items()}
+
+
+def _comparable_repeats(answers: _Answers) -> Sequence[int]:
+    """Return the repeats if every problem has all of them, else none: repeats of different problems
+    differ by more than chance.
+    """
+    answered = set()
+    for sample in answers.samples:
+        answered.add((sample.problem_key, sample.response.sample_index))
+    wanted = len(set(answers.problems)) * len(answers.repeats)
+    return answers.repeats if len(answered) == wanted else ()
 
 
 def _samples_of_repeat(samples: Sequence[Sample], repeat: int) -> list[Sample]:
@@ -477,7 +488,7 @@ def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
     for sample in samples:
         key = sample.prompt.ground_truth.strip()
         if key and not is_code(sample):
-            by_benchmark.setdefault(sample.prompt.task, {})[sample.prompt.prompt_id] = key
+            by_benchmark.setdefault(sample.prompt.task, {})[sample.problem_key[1]] = key
     if not by_benchmark:
         return {}
     answers: list[str] = []
@@ -511,7 +522,7 @@ def by_kind(samples: Sequence[Sample], kinds_by: str = "") -> dict[str, dict[str
     for kind, members in sorted(groups.items()):
         scores[kind] = {
             "n": len(members),
-            "problems": len({sample.prompt.prompt_id for sample in members}),
+            "problems": len({sample.problem_key for sample in members}),
             "accuracy": sum(sample.correct for sample in members) / len(members),
             "prompt_blind": prompt_blind(members),
         }
@@ -543,7 +554,7 @@ def skill(
 @dataclass(frozen=True)
 class PassAtK:
     """``values`` of k, the mean over the problems, and the 95 % interval [low, high] of each, none
-    without resamples.
+    without resamples, and none of a value in which the problems do not differ.
     """
 
     values: Mapping[int, float]
@@ -573,8 +584,8 @@ def passes(samples: Sequence[Sample], resamples: int, seed: int) -> PassAtK:
     for k in _sizes(min((count for count, _ in counts.values()), default=0)):
         chances = np.array([pass_at_k(n, c, k) for n, c in counts.values()])
         values[k] = float(chances.mean())
-        if resamples:
-            intervals[k] = _interval(chances, resamples, seed)
+        if resamples and (ends := _interval(chances, resamples, seed)) is not None:
+            intervals[k] = ends
     return PassAtK(values, intervals)
 
 
@@ -589,9 +600,13 @@ def _sizes(largest: int) -> list[int]:
     return sizes
 
 
-def _interval(chances: np.ndarray, resamples: int, seed: int) -> list[float]:
-    """Return the bootstrap interval of the mean; Wilson's if every problem is solved, or none."""
-    if np.ptp(chances) == 0 and chances[0] in (0.0, 1.0):
+def _interval(chances: np.ndarray, resamples: int, seed: int) -> list[float] | None:
+    """Return the bootstrap interval of the mean; Wilson's if every problem is solved, or none; None
+    if the problems have one value in common otherwise, of which resamples know no spread.
+    """
+    if np.ptp(chances) == 0:
+        if chances[0] not in (0.0, 1.0):
+            return None
         return metrics.wilson_of_equal(float(chances[0]), len(chances))
     generator = np.random.default_rng(seed)
     count = len(chances)

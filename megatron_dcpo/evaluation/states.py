@@ -157,7 +157,8 @@ def with_states(samples: Sequence[Sample], samples_file: str | Path) -> list[Sam
 
 
 def _name(sample: Sample) -> str:
-    return "/".join((*sample.problem_key, str(sample.response.sample_index)))
+    prompt = sample.prompt
+    return "/".join((prompt.task, prompt.prompt_id, str(sample.response.sample_index)))
 
 
 def _digest(sample: Sample) -> str:

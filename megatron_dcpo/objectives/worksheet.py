@@ -40,6 +40,12 @@ ALIASES = {
 }
 REQUIRED = ("old_logprobs", "logprobs")
 PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
+# of rows of samples.jsonl and of a training's samples, which may be given as they are
+BESIDE_RECORDS = (
+    *("version", "training_step", "pieces", "asked", "judged_by"),
+    *("token_confidence", "min_logprob", "mean_entropy", "reasoning_logprob"),
+    *("consistency_confidence", "features", "posthoc_confidence", "posthoc_by"),
+)
 _SEE_HELP = "; dcpo objective --help shows an input"
 COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
 
@@ -172,9 +178,10 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
     may be left out.
 
     The confidence of a malformed response is what it states (``stated``). Raises
-    :class:`UserError`, which names the response.
+    :class:`UserError`, which names the response, also for a key that no row has.
     """
     where = f"responses[{index}]"
+    _check_keys(response, known_keys(), where)
     row = {"version": codec.VERSION, **response}
     if "status" in row:
         row["status"] = _status(row["status"], where)
@@ -202,6 +209,14 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
         if name in response:
             _check_numbers(response[name], judgement.length, f"{where}: {name}")
     return judgement
+
+
+def known_keys() -> list[str]:
+    """Return what a response of the input may have: the columns of its tokens, and what a row of
+    the codec has.
+    """
+    of_records = (*codec.keys_of(Judgement), *codec.keys_of(Response), *codec.keys_of(Prompt))
+    return list(dict.fromkeys((*of_records, *PER_TOKEN, *BESIDE_RECORDS)))
 
 
 def read(path: str) -> Mapping[str, Any]:

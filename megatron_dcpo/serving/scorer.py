@@ -254,7 +254,9 @@ def choose_threshold(calibrator: Calibrator | None, path: str, risk: float) -> T
             f"{path}: --abstain-above needs answers that were held out of the fit; fit it again "
             "with --held-out above 0"
         )
-    threshold = threshold_for_risk(record.held_out_confidences, record.held_out_correct, risk)
+    threshold = threshold_for_risk(
+        record.held_out_confidences, record.held_out_correct, risk, record.held_out_problems
+    )
     if threshold is None:
         raise UserError(
             f"--abstain-above {risk:g}: at every threshold more than {100 * risk:g} % of the "

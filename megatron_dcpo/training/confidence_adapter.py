@@ -246,7 +246,8 @@ def answers_of(
         if ids is None:
             answers.append(None)
             continue
-        name = f"{posthoc.problem_of(sample)}/{sample.response.sample_index}"
+        prompt = sample.prompt
+        name = f"{prompt.task}/{prompt.prompt_id}/{sample.response.sample_index}"
         answers.append(JudgedAnswer(name=name, token_ids=ids, target=target, candidates=candidates))
     return answers
 

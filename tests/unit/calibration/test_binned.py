@@ -68,11 +68,13 @@ def test_the_correction_takes_off_the_bias_of_a_bin() -> None:
 
 
 def test_without_noise_the_estimate_is_the_plug_in_error() -> None:
-    """Every problem is the same: no resample differs."""
+    """Every problem is the same: no resample differs, and there is no interval."""
     c, y = np.tile([0.9, 0.9, 0.2, 0.2], 50), np.tile([1.0, 0.0, 1.0, 0.0], 50)
     ids = np.repeat(np.arange(50), 4)
-    assert binned_error(c, y, ids) == pytest.approx([ece(c, y)] * 3)
-    assert binned_error(c, y, ids, over_only=True) == pytest.approx([pce(c, y)] * 3)
+    for over_only, plug_in in ((False, ece(c, y)), (True, pce(c, y))):
+        found = binned_error(c, y, ids, over_only=over_only)
+        assert found.estimate == pytest.approx(plug_in)
+        assert np.isnan([found.low, found.high]).all()
     assert all(math.isnan(value) for value in binned_error([None], [1]))
     assert math.isnan(null_ece([]))
 

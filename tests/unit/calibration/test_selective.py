@@ -25,7 +25,8 @@ from megatron_dcpo.calibration import (
     nll,
     summarize,
 )
-from megatron_dcpo.calibration.selective import threshold_for_risk
+from megatron_dcpo.calibration.metrics import wilson_interval
+from megatron_dcpo.calibration.selective import share_interval, threshold_for_risk
 
 rows = st.lists(
     st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.5, 0.85, 0.95, 1.0]), st.booleans()),
@@ -169,3 +170,48 @@ def test_the_threshold_answers_most_at_the_stated_risk(
 def test_no_rows_have_no_threshold() -> None:
     assert threshold_for_risk([], [], 0.5) is None
     assert threshold_for_risk([None, 0.5], [1, 0], 0.5) is None
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
+def test_the_interval_of_the_risk_covers_whatever_repeats_have_in_common(alike: float) -> None:
+    """60 problems of 8 repeats, of which the share ``alike`` has the verdict of the first one."""
+    generator = np.random.default_rng(0)
+    problems = np.repeat(np.arange(60), 8)
+    covered = 0
+    draws = 400
+    for _ in range(draws):
+        own = generator.random((60, 8)) < 0.3
+        copied = generator.random((60, 8)) < alike
+        marked = np.where(copied, own[:, :1], own).ravel().astype(float)
+        low, high = share_interval(marked, problems)
+        covered += low <= 0.3 <= high
+    assert covered / draws >= 0.9
+
+
+def test_the_threshold_of_alike_repeats_has_the_interval_of_their_problems() -> None:
+    """Eight copies of a row are one row, whatever the order and with unparsed ones between them."""
+    generator = np.random.default_rng(0)
+    c = np.round(generator.random(60), 2)
+    y = (generator.random(60) < 0.5 + c / 2).astype(float)
+    order = generator.permutation(480)
+    problems = np.repeat(np.arange(60), 8)[order]
+    copies = np.where(generator.random(480) < 0.1, np.nan, np.repeat(c, 8)[order])
+    several = threshold_for_risk(copies, np.repeat(y, 8)[order], 0.25, problems)
+    alone = threshold_for_risk(copies, np.repeat(y, 8)[order], 0.25)
+    assert several is not None
+    assert alone is not None
+    assert several.confidence == alone.confidence
+    assert several.high - several.low > 2 * (alone.high - alone.low)
+
+
+def test_problems_of_one_row_have_wilsons_interval() -> None:
+    marked = np.array([1.0, 0, 0, 1, 0, 0, 0])
+    low, high = wilson_interval(np.array([2]), np.array([7]))
+    assert share_interval(marked, np.arange(7)) == (low[0], high[0])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_all_or_none_marked_leaves_an_interval(value: float) -> None:
+    low, high = share_interval(np.full(12, value), np.repeat(np.arange(3), 4))
+    assert high - low > 0.5
+    assert share_interval(np.full(12, value), np.zeros(12)) == (0.0, 1.0)

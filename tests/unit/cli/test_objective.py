@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.cli import objective as verb
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import Measures, Origin
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.types import MALFORMED
 
@@ -64,6 +66,9 @@ def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
         (group(response(), response(length=-1)), "responses[1]: length is -1"),
         (group(response(), response(boundary=4)), "responses[1]: boundary"),
         (group(response(), response(version=3)), "responses[1]: version"),
+        (group(response(), response(abstain=True)), "responses[1]: unknown key 'abstain'"),
+        (group(response(abstain=True)), "did you mean 'abstained'"),
+        (group(response(old_logprob=[-1.0] * 3)), "did you mean 'old_logprobs'"),
         (group(response(), {"prompt_id": "p"}), "responses[1]: correct is missing"),
         (group(options={"kl_coef": 0.1}), "kl_coef needs ref_logprobs"),
     ],
@@ -134,3 +139,12 @@ def test_the_input_that_help_shows_is_one(capsys: pytest.CaptureFixture[str]) ->
 def test_errors_of_form_point_to_the_help() -> None:
     with pytest.raises(UserError, match="dcpo objective --help shows an input"):
         worksheet.evaluate({"responses": [{"prompt_id": "p"}]})
+
+
+def test_a_row_of_an_evaluation_is_an_input() -> None:
+    """What it has beside the judgement is known by name, and not read."""
+    fields = {field.name for kind in (Measures, Origin) for field in dataclasses.fields(kind)}
+    assert fields <= set(worksheet.BESIDE_RECORDS)
+    beside = {"text": "t", "task": "toy", "problem": "2+3", "kind": "sum", "sample_index": 0}
+    rows = [response(**beside), response(**beside, correct=0)]
+    assert worksheet.evaluate(group(*rows)) == worksheet.evaluate(group())

@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.data import datasets, files
-from megatron_dcpo.data.datasets import PromptOptions, final_answer, load_prompts, load_records
+from megatron_dcpo.data.datasets import (
+    PromptOptions,
+    draw_prompts,
+    final_answer,
+    load_prompts,
+    load_records,
+    without_epoch,
+)
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.types import Prompt
 from tests.helpers.data import real, write
 from tests.helpers.tokenizers import ByteTokenizer
 
@@ -432,3 +440,11 @@ def test_other_columns_of_problems_are_said_once(
         load_records(path)
     (line,) = caplog.messages
     assert "'mood' (1 rows, the first is row 2)" in line
+
+
+def test_the_epoch_of_a_drawn_prompt_comes_off_again() -> None:
+    own = ["toy/0", "toy/1@3", "user@example"]
+    prompts = [Prompt(name, (), (), "", "toy") for name in own]
+    drawn = [one.prompt_id for one in draw_prompts(prompts, 0, 33, seed=0, shuffle=False)]
+    assert len(set(drawn)) == 33
+    assert [without_epoch(name) for name in drawn] == own * 11

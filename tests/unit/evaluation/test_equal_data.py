@@ -53,6 +53,29 @@ def test_the_accuracy_is_that_of_all_that_was_sampled() -> None:
     assert equal[0].rows["any"]["accuracy"] == 0.25
 
 
+def test_calibration_is_of_all_that_was_sampled_or_not_there() -> None:
+    """Where groups were left out in the averaged steps, it is that of the others alone."""
+    measured = {"calibration/ece": 0.2, "rollout/groups_filtered": 0}
+    filtered = rows(30, 5, 90, **measured)
+    filtered[25]["rollout/groups_filtered"] = 3
+    earlier = rows(30, 5, 90, **measured)
+    earlier[3]["rollout/groups_filtered"] = 3
+    groups, _ = at_equal_data([trained("filtered", filtered), trained("earlier", earlier)])
+    assert groups.rows["filtered"]["ece"] is None
+    assert groups.rows["filtered"]["accuracy"] is not None
+    assert groups.rows["earlier"]["ece"] == pytest.approx(0.2)
+
+
+def test_a_run_that_began_beyond_the_amount_has_no_values() -> None:
+    small = trained("small", rows(1, groups=10, responses=80))
+    large = trained("large", rows(4, groups=10, responses=1024))
+    _, responses = at_equal_data([small, large])
+    assert responses.amount == 80
+    assert responses.rows["small"]["responses"] == 80
+    assert set(responses.rows["large"].values()) == {None}
+    assert render_report([small, large])
+
+
 def test_runs_that_did_not_count_have_no_part() -> None:
     old = trained("old", [{"step": 1, "reward/accuracy": 0.5}])
     resumed = trained("resumed", rows(3, 5, 90))

@@ -121,6 +121,9 @@ def test_held_out_predictions_and_labels_are_kept(tmp_path: Path) -> None:
     for pair in kept:
         everything.remove(pair)
     assert record.counts.sum() == len(kept)
+    assert record.held_out_problems is not None
+    _, repeats = np.unique(record.held_out_problems, return_counts=True)
+    assert set(repeats.tolist()) == {5}
     on_all = calibrate(tmp_path / "all.npz", file, held_out=0).record
     assert on_all is not None
     assert len(on_all.held_out_correct) == 0

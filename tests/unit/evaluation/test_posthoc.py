@@ -14,6 +14,7 @@ from sklearn.isotonic import IsotonicRegression
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
 from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples, write_samples
 from megatron_dcpo.evaluation.scoring import confidences_of, scores_of_arms
 from tests.helpers.evaluated import changed, make_sample
@@ -457,3 +458,25 @@ def test_dcpo_calibrate_fits_and_applies(
 def test_what_is_missing_is_said_in_words(method: str, samples: list[Sample], message: str) -> None:
     with pytest.raises(UserError, match=message):
         posthoc.fit(method, samples)
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.3])
+def test_responses_that_lack_the_inputs_are_counted(
+    held_out: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = [changed(sample, confidence=None, status="missing") for sample in SAMPLES[::3]]
+    stated = [sample for number, sample in enumerate(SAMPLES) if number % 3]
+    write_samples([*silent, *stated], tmp_path / "samples.jsonl")
+    options = PosthocFit("isotonic", "verbal", held_out)
+    fit_on_files([str(tmp_path / "samples.jsonl")], str(tmp_path / "c.npz"), options)
+
+    def inside(samples: list[Sample]) -> int:
+        return sum(not posthoc.is_held_out(posthoc.problem_of(s), held_out, 0) for s in samples)
+
+    (counts,) = (one.args for one in caplog.records if one.funcName == "_say_left_out")
+    assert isinstance(counts, tuple)
+    assert counts[:2] == (inside(stated), inside(SAMPLES))
+    caplog.clear()
+    write_samples(stated, tmp_path / "samples.jsonl")
+    fit_on_files([str(tmp_path / "samples.jsonl")], str(tmp_path / "c.npz"), options)
+    assert not [one for one in caplog.records if one.funcName == "_say_left_out"]

@@ -61,6 +61,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "held-out answers of unequal length": with_array("record/held_out_correct", np.ones(3)),
     "labels that are not 0 or 1": with_array("record/held_out_correct", np.full(100, 7.0)),
     "confidences above 1": with_array("record/held_out_confidences", np.full(100, 7.0)),
+    "problems of unequal length": with_array("record/held_out_problems", np.ones(3)),
+    "problems that are no numbers of any": with_array(
+        "record/held_out_problems", np.full(100, 0.5)
+    ),
     "half a record": lambda parts: {n: a for n, a in parts.items() if n != "record/counts"},
     "no header": lambda parts: {n: a for n, a in parts.items() if n != "header"},
     "a header of numbers": with_array("header", np.zeros(2)),

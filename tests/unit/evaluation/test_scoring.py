@@ -191,3 +191,60 @@ def test_one_number_for_every_answer_is_said(
     ]
     score_samples(samples, resamples=0)
     assert ("0.8" in caplog.text) is said
+
+
+def test_a_problem_that_was_trained_on_in_two_epochs_is_one(tmp_path: Path) -> None:
+    """Of a user's own ids nothing is taken off."""
+    trained = []
+    for epoch in range(3):
+        for problem in range(4):
+            sample = make_sample(
+                prompt_id=f"toy/{problem}@1@{epoch}",
+                sample_index=0,
+                correct=float(problem % 2),
+                training_step=epoch + 1,
+            )
+            trained.append(sample)
+    write_samples(trained, tmp_path / "samples.jsonl")
+    read = read_samples(tmp_path / "samples.jsonl")
+    assert {sample.problem_key[1] for sample in read} == {f"toy/{n}@1" for n in range(4)}
+    assert score_samples(read, ["verbal"], resamples=0)["overall"]["problems"] == 4
+    evaluated = [changed(sample, training_step=None) for sample in read]
+    assert {sample.problem_key[1] for sample in evaluated} == {
+        sample.prompt.prompt_id for sample in trained
+    }
+    assert score_samples(evaluated, ["verbal"], resamples=0)["overall"]["problems"] == 12
+
+
+def test_repeats_that_some_problems_have_not_are_not_compared() -> None:
+    """Pooled over a benchmark of two repeats and one of eight there are none to compare."""
+    two, eight = make_samples(10, 2, "two"), make_samples(4, 8, "eight", seed=1)
+    scores = score_samples(two + eight, ["verbal"], resamples=0)
+    assert scores["overall"]["runs"] == {"mean": None, "sd": None}
+    assert scores["overall"]["verbal"]["runs"]["ece"] == {"mean": None, "sd": None}
+    for name in ("two", "eight"):
+        scored = scores["benchmarks"][name]
+        assert scored["runs"]["mean"] == pytest.approx(scored["accuracy"])
+    unfinished = score_samples(two[:-1], ["verbal"], resamples=0)["overall"]
+    assert unfinished["runs"] == {"mean": None, "sd": None}
+
+
+@pytest.mark.parametrize("problems", [1, 4])
+def test_problems_that_do_not_differ_have_no_interval(problems: int) -> None:
+    """Each is right once and wrong once with the same confidences."""
+    samples = []
+    for problem in range(problems):
+        for repeat in range(2):
+            sample = make_sample(
+                prompt_id=f"toy/{problem}",
+                sample_index=repeat,
+                correct=float(repeat),
+                confidence=0.4 + repeat / 5,
+                status="ok",
+            )
+            samples.append(sample)
+    ci95 = score_samples(samples, ["verbal"], resamples=50)["overall"]["ci95"]
+    assert ci95["accuracy"] == [None, None]
+    assert "1" not in ci95["pass_at_k"]
+    for name in ("ece", "pce", "brier", "auroc"):
+        assert ci95["verbal"][name] == [None, None]

@@ -1,13 +1,75 @@
-"""The table that ``make quickstart`` prints."""
+"""The table that ``make quickstart`` prints, and what an interrupted comparison continues."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.paths import EXAMPLES, REPOSITORY
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import comparison
+
+    yield comparison
+    sys.modules.pop("comparison")
+
+
+@pytest.fixture
+def begun(comparison: Any, tmp_path: Path) -> Any:
+    """A comparison whose first training is finished."""
+    (tmp_path / "policy").mkdir()
+    for name in ("grpo.yaml", "dcpo.yaml", "train.jsonl", "heldout.jsonl", "policy/config.json"):
+        (tmp_path / name).write_text("{}")
+    one = comparison.Comparison(
+        folder=tmp_path,
+        out=tmp_path / "out",
+        policy=tmp_path / "policy",
+        methods=("grpo",),
+        seed=1,
+        heldout=tmp_path / "heldout.jsonl",
+        train=tmp_path / "train.jsonl",
+        fitted=5,
+        sampling=("--top-k", "0"),
+    )
+    comparison.start_over_unless_interrupted(one)
+    (one.out / "grpo" / "policy").mkdir(parents=True)
+    return one
+
+
+def test_an_interrupted_comparison_continues_with_more_methods(comparison: Any, begun: Any) -> None:
+    comparison.start_over_unless_interrupted(begun)
+    comparison.start_over_unless_interrupted(replace(begun, methods=("grpo", "dcpo")))
+    assert (begun.out / "grpo" / "policy").is_dir()
+
+
+@pytest.mark.parametrize(
+    "changed", ["grpo.yaml", "train.jsonl", "heldout.jsonl", "policy/config.json"]
+)
+def test_a_changed_file_is_refused_by_name(comparison: Any, begun: Any, changed: str) -> None:
+    (begun.folder / changed).write_text("{ }")
+    with pytest.raises(SystemExit, match=changed.partition("/")[0].removesuffix(".jsonl")):
+        comparison.start_over_unless_interrupted(begun)
+    assert (begun.out / "grpo" / "policy").is_dir()
+
+
+def test_changed_options_are_refused_and_another_seed_starts_over(
+    comparison: Any, begun: Any
+) -> None:
+    more = replace(begun, overrides=("training.steps=3",))
+    with pytest.raises(SystemExit, match=r"training\.steps=3"):
+        comparison.start_over_unless_interrupted(more)
+    comparison.start_over_unless_interrupted(replace(more, seed=2))
+    assert not (begun.out / "grpo").exists()
+    comparison.start_over_unless_interrupted(replace(more, seed=2))
 
 
 def test_every_number_is_whole_in_80_columns(
