@@ -151,18 +151,6 @@ def find_template(name: str) -> Template:
     return TEMPLATES[name]
 
 
-def check_templates(names: Sequence[str], thinking: str) -> None:
-    """Raise :class:`UserError` where there is no such template, and for a ``thinking`` that is on
-    (``data.thinking``) if no template is put as a chat, which has the switch.
-    """
-    templates = [find_template(name) for name in names]
-    if thinking == "on" and not any(template.chat for template in templates):
-        raise UserError(
-            f"data.thinking=on needs a chat template, which data.template={templates[0].name} "
-            "leaves out; take another template, or remove it"
-        )
-
-
 def bare_problem(text: str) -> str:
     """Return the problem without the confidence request of the reference's own data files."""
     line = _REFERENCE_LINE.search(text, 0, max(0, text.rfind("CONFIDENCE")))

@@ -19,7 +19,7 @@ from megatron_dcpo.data import BENCHMARKS
 from megatron_dcpo.data.benchmarks import parse_specs, path_in
 from megatron_dcpo.data.environments import COLUMN, check_rollouts
 from megatron_dcpo.data.gym import VERIFIER
-from megatron_dcpo.data.prompts import check_templates
+from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     AnswerJudge,
@@ -389,8 +389,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         raise UserError(
             "--benchmarks is missing; name at least one, for instance --benchmarks math500"
         )
-    own_templates = [source.template for source in config.data.sources if source.template]
-    check_templates([config.data.template, *own_templates], config.data.thinking)
+    find_template(config.data.template)
     _check_verifier_is_used(config)
     loaded = load_problems(
         options.benchmark_list,
@@ -499,13 +498,8 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
         settings["sources"] = [_source_settings(source) for source in config.data.sources]
     if config.endpoint.tokenizer:
         settings["tokenizer"] = hub.exact_name(config.endpoint.tokenizer)
-    asked_by: dict[str, str] = {
-        "dtype": config.model.params_dtype,
-        "engine": config.rollout.engine,
-    }
-    if config.endpoint.url:
-        asked_by = {"api": config.endpoint.api}
-    settings |= {name: value for name, value in asked_by.items() if value != "auto"}
+    if config.endpoint.api != "auto":
+        settings["api"] = config.endpoint.api
     return settings
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
-from megatron_dcpo.data.prompts import check_templates
+from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.held_out import HeldOut
 from megatron_dcpo.evaluation.problems import named_sources
@@ -43,11 +43,10 @@ def check_pass_through(config: Config) -> None:
     """Check the names of options that are passed on to Megatron and vLLM, if installed, what the
     device can do of them, the prompt template and the verifier. Raises :class:`UserError`.
     """
-    templates = [config.data.template]
+    find_template(config.data.template)
     for source in named_sources(config).values():
-        templates.append(source.template or config.data.template)
+        find_template(source.template or config.data.template)
         check_verifier(source.verifier or config.judging.verifier)
-    check_templates(templates, config.data.thinking)
     check_names_of_megatron(config)
     if config.rollout.vllm:
         from megatron_dcpo.rollout.vllm_host import check_engine_arguments, check_fp8_device

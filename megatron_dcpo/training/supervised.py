@@ -33,7 +33,7 @@ from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config.supervised import SupervisedConfig
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
-from megatron_dcpo.data.prompts import check_templates
+from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -425,7 +425,7 @@ def read_model(config: SupervisedConfig) -> tuple[PreTrainedTokenizerBase, Archi
     """Return the tokenizer and the architecture of the model, checked against the configuration.
     Raises :class:`UserError`.
     """
-    check_templates([config.data.template], config.data.thinking)
+    find_template(config.data.template)
     arch = check_architecture(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(config)

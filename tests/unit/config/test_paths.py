@@ -99,11 +99,12 @@ def test_the_file_comes_before_the_working_directory_and_an_override_knows_that_
 def test_names_that_are_no_paths_stay(places: tuple[Path, Path]) -> None:
     beside, _ = places
     text = (
-        "model: {path: Qwen/Qwen3-8B}\ndata: {path: "
-        "'reasoning_gym:chain_sum'}\njudging: {verifier: 'https://h/v'}\n"
+        "model: {path: Qwen/Qwen3-8B}\ndata: {path: ['reasoning_gym:chain_sum', d]}\n"
+        "judging: {verifier: 'https://h/v'}\n"
     )
     config = configured(beside, text)
-    assert (config.model.path, config.data.path) == ("Qwen/Qwen3-8B", "reasoning_gym:chain_sum")
+    assert config.model.path == "Qwen/Qwen3-8B"
+    assert config.data.sources[0].path == "reasoning_gym:chain_sum"
     assert config.judging.verifier == "https://h/v"
     interpolated = configured(beside, "model: {path: '${run_dir}/m'}\ndata: {path: d}\n")
     assert interpolated.model.path == "runs/r/m"

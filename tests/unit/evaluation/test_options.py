@@ -78,7 +78,6 @@ UNREAD += [
     (SERVER, ["--verifier", "exact", "--threshold", "0.5"], "--threshold"),
     (SERVER, ["--extra-body", '{"temperature": 1.5}'], "extra_body.temperature"),
     (SERVER, ["--extra-body", '{"seed": 3}'], "extra_body.seed"),
-    (MODEL, ["--template", "raw", "--thinking", "on"], "data.thinking"),
     (
         ["--model", "gone", "--benchmarks", "reasoning_gym:chain_sum"],
         ["--verifier", "my_reward.py:verify"],
@@ -198,8 +197,6 @@ def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() ->
     )
     settings = settings_of(load_evaluation({"run_dir": "r"}), "m", today())
     assert set(settings) == {*names.split(), "date"}
-    model = {"run_dir": "r", "model.path": "m", "model.params_dtype": "bf16"}
-    assert settings_of(load_evaluation(model), "m", today())["dtype"] == "bf16"
     server = {"run_dir": "r", "endpoint.url": "http://h/v1", "endpoint.api": "chat"}
     assert settings_of(load_evaluation(server), "m", today())["api"] == "chat"
     slower = load_evaluation({"run_dir": "r", "judging.test_seconds": 30})

@@ -171,12 +171,12 @@ def test_a_mapping_is_read_written_and_read_again(tmp_path: Path, file: Path) ->
     head = "run_dir: r\nmodel: {path: m}\n"
     config = tmp_path / "run.yaml"
     config.write_text(
-        f"{head}data: {{path: [{{path: d, verifier: {{exact: 1, f1: 3}}}}]}}\n"
+        f"{head}data: {{path: [{{path: d, verifier: {{exact: 1, f1: 3}}}}, e]}}\n"
         "judging: {verifier: {'my.py:right': 0.7, math: 2}}\n"
     )
     read = load_config(config)
     assert as_written(read.judging.verifier) == {f"{file}:right": 0.7, "math": 2.0}
-    (source,) = read.data.sources
+    source, _ = read.data.sources
     assert source.verifier == (WeightedVerifier("exact", 1.0), WeightedVerifier("f1", 3.0))
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(read))

@@ -21,7 +21,7 @@ def rates(style: str, updates: int = 1) -> list[float]:
         QUICKSTART / "grpo.yaml",
         [
             f"optimizer.lr={LR}",
-            f"optimizer.min_lr={MIN_LR}",
+            f"optimizer.min_lr={0 if style == 'constant' else MIN_LR}",
             f"optimizer.lr_warmup_iters={WARMUP}",
             f"optimizer.lr_decay_style={style}",
             f"training.steps={STEPS}",
