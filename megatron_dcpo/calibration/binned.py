@@ -73,7 +73,7 @@ def binned_error(
     if deviation.max() <= metrics.NO_SPREAD:
         return BinnedError(max(estimate, 0.0), math.nan, math.nan)
     corrected = _corrected(drawn, deviation, over_only).sum(axis=1)
-    half = 1.959963984540054 * float(corrected.std())
+    half = metrics.NORMAL_975 * float(corrected.std())
     calibrated = np.quantile(_plain(drawn - x, over_only).sum(axis=1), 0.975)
     if _plain(x, over_only).sum() <= calibrated:
         low = 0.0

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _HELD_OUT = 0.2
 _EPOCHS = 200
+_OF_A_FIT = ("held_out", "seed", "teacher", "decimals", "target", "kinds", "resume")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -188,8 +189,8 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     _separate_overrides(args)
     if args.apply:
-        of_a_fit = ["held_out", "seed"] if args.kind == "adapter" else ["kind", "held_out", "seed"]
-        refuse_given(args, of_a_fit, "does not go with --apply, which fits nothing")
+        kind = () if args.kind == "adapter" else ("kind",)
+        refuse_given(args, (*kind, *_OF_A_FIT), "does not go with --apply, which fits nothing")
     args.kind = args.kind or "logistic"
     args.held_out = _HELD_OUT if args.held_out is None else args.held_out
     args.seed = args.seed or 0

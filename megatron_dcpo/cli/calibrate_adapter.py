@@ -83,8 +83,6 @@ def _check_options(args: argparse.Namespace) -> None:
     refuse_given(args, names, "does not go with --kind adapter; remove it")
     refuse_given(args, ["epochs"], "goes with --kind confclass; of an adapter: training.epochs=N")
     if args.apply:
-        of_a_fit = ("teacher", "decimals", "target", "kinds", "resume")
-        refuse_given(args, of_a_fit, "does not go with --apply, which fits nothing")
         _check_written(args)
         return
     refuse_given(args, ["read"], "goes with --apply; a fit shows the scores of every reading")

@@ -410,12 +410,12 @@ def _check_scores_are_judged(arguments: Mapping[str, Any], config: EvaluateConfi
     """Raise :class:`UserError` for an option of scores where every verdict is right or wrong. A run
     whose options are taken (``--as-trained``) may have had other verifiers.
     """
-    from megatron_dcpo.config.field_types import BUILT_IN
+    from megatron_dcpo.config.field_types import gives_scores
 
     verifier = config.judging.verifier
     benchmarks = config.evaluation.benchmark_list
     brought = any(name in benchmarks for name in BROUGHT)
-    if verifier == "f1" or verifier not in BUILT_IN or brought or config.rollout.runs_agents:
+    if gives_scores(verifier) or brought or config.rollout.runs_agents:
         return
     for option in overrides_of(arguments):
         if option in ("judging.threshold", "judging.graded") and not config.data.sources:

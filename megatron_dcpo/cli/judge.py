@@ -126,9 +126,8 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.verifiers import verifiers
     from megatron_dcpo.types import VERIFIER_ERROR
 
-    names = ("verifier", "threshold", "sandbox", "test_seconds", "program_seconds", "memory_mb")
     chosen = {}
-    for name in names:
+    for name in ("verifier", "threshold", *_LIMITS):
         value = getattr(args, name, None)
         if value is not None:
             chosen[name] = value

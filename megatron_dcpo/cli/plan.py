@@ -200,6 +200,6 @@ def _named_machine(args: argparse.Namespace) -> tuple[Machine, Rates]:
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the options that are given, by name."""
+    """Return the options that are given, by name."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}

@@ -169,6 +169,13 @@ def members(verifier: VerifierChoice) -> tuple[WeightedVerifier, ...]:
     return verifier
 
 
+def gives_scores(verifier: VerifierChoice) -> bool:
+    """Return whether a verifier gives scores between 0 and 1: f1, a user's, or several with
+    weights; the others say right or wrong.
+    """
+    return verifier == "f1" or verifier not in BUILT_IN
+
+
 def as_written(verifier: VerifierChoice) -> str | dict[str, float]:
     """Return a verifier as a YAML file has it: its name, or a mapping from names to weights."""
     if isinstance(verifier, str):

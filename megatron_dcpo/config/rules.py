@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args
 
 from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfig
-from megatron_dcpo.config.field_types import BUILT_IN
+from megatron_dcpo.config.field_types import gives_scores
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import (
     Config,
@@ -371,12 +371,10 @@ def a_verifier_has_responses_to_judge(config: Config) -> Problem:
 
 
 def _has_scores(config: Config) -> bool:
-    """Return whether any source is judged by a verifier that gives scores between 0 and 1: f1, a
-    user's, or several with weights.
-    """
+    """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
-        if source.path.startswith(BROUGHT) or verifier == "f1" or verifier not in BUILT_IN:
+        if source.path.startswith(BROUGHT) or gives_scores(verifier):
             return True
     return False
 

@@ -254,7 +254,7 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
 _EQUAL_DATA_NOTE = (
     "A run that left groups out of its batches (rollout.filter_groups) has no calibration here, "
     "which would be that of the rest alone, and a run whose first step went beyond the amount has "
-    "no row."
+    "no values."
 )
 
 

@@ -104,6 +104,12 @@ class Sample:
         return self.prompt.task, prompt_id
 
     @property
+    def name(self) -> str:
+        """Return the name of the response, unlike that of any other response in its file."""
+        parts = (self.prompt.task, self.prompt.prompt_id, str(self.response.sample_index))
+        return "/".join(parts)
+
+    @property
     def correct(self) -> bool:
         """Return whether the answer is right: the judgement's correctness is 0 or 1."""
         return self.judgement.correct == 1

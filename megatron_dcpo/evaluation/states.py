@@ -105,7 +105,7 @@ def write_states(samples: Sequence[Sample], samples_file: str | Path) -> None:
     if not kept:
         return
     states = np.stack([sample.state for sample in kept if sample.state is not None])
-    names = json.dumps([_name(sample) for sample in kept])
+    names = json.dumps([sample.name for sample in kept])
     texts = json.dumps([_digest(sample) for sample in kept])
     metadata = {_NAMES: names, _TEXTS: texts}
     content = save({_TENSOR: states.astype(np.float32)}, metadata=metadata)
@@ -142,7 +142,7 @@ def with_states(samples: Sequence[Sample], samples_file: str | Path) -> list[Sam
     row_of = {name: row for row, name in enumerate(names)}
     found = []
     for sample in samples:
-        row = row_of.get(_name(sample))
+        row = row_of.get(sample.name)
         known = row is not None and texts[row] in (None, _digest(sample))
         found.append(replace(sample, state=states[row]) if known else sample)
     missing = sum(sample.state is None for sample in found)
@@ -154,11 +154,6 @@ def with_states(samples: Sequence[Sample], samples_file: str | Path) -> list[Sam
             "states"
         )
     return found
-
-
-def _name(sample: Sample) -> str:
-    prompt = sample.prompt
-    return "/".join((prompt.task, prompt.prompt_id, str(sample.response.sample_index)))
 
 
 def _digest(sample: Sample) -> str:

@@ -246,9 +246,9 @@ def answers_of(
         if ids is None:
             answers.append(None)
             continue
-        prompt = sample.prompt
-        name = f"{prompt.task}/{prompt.prompt_id}/{sample.response.sample_index}"
-        answers.append(JudgedAnswer(name=name, token_ids=ids, target=target, candidates=candidates))
+        answers.append(
+            JudgedAnswer(name=sample.name, token_ids=ids, target=target, candidates=candidates)
+        )
     return answers
 
 

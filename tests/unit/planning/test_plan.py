@@ -1,12 +1,18 @@
 """``dcpo plan``: known models by hand arithmetic, and every bad input named in one line."""
 
+import argparse
+import dataclasses
 import json
+import re
 
 import pytest
 
 from megatron_dcpo.architectures.config_json import parse_architecture
 from megatron_dcpo.cli import main
+from megatron_dcpo.cli.plan import add_parser
 from megatron_dcpo.planning import memory
+from megatron_dcpo.planning.machine import Machine, Rates
+from megatron_dcpo.planning.simulate import Assumptions
 from megatron_dcpo.policy import output_layer
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
@@ -425,3 +431,19 @@ def test_the_engines_log_probs_as_old_ones_are_a_pass_less(plan):
     )
     assert by_trainer["step_seconds"]["forward"] > by_engine["step_seconds"]["forward"] == 0
     assert by_trainer["step_seconds"]["update"] == by_engine["step_seconds"]["update"]
+
+
+def test_the_help_states_the_defaults_that_are_used():
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    (verbs,) = parser._subparsers._group_actions
+    stated = {}
+    for action in verbs.choices["plan"]._actions:
+        found = re.search(r"default ([\d.]+)", action.help or "")
+        if found:
+            stated[action.dest] = float(found[1])
+    used = {}
+    for kind in (Machine, Rates, Assumptions):
+        used |= {field.name: field.default for field in dataclasses.fields(kind)}
+    assert len(stated) == 10
+    assert stated == {name: used[name] for name in stated}
