@@ -20,7 +20,7 @@ import numpy as np
 from lab.fitted import Fit, Records, Run, logistic, lookup
 from lab.results import Interval, crossed, interval, read_archive, write_json
 from lab.testgrid import DRAWS, Lab
-from lab.testtables import TITLES, difference, load, scores, table
+from lab.testtables import TITLES, difference, load, scores, skill_over, table
 from megatron_dcpo.calibration import auroc_within, brier
 
 STEPS = 200
@@ -167,8 +167,8 @@ def fitted(run: Run, fit: Fit) -> Records:
 
 
 def skill_against(run: Run, fit: Fit) -> float:
-    """Return 1 - Brier of the stated confidence / Brier of the fitted one."""
-    return 1 - brier(*_stated(run["test"])) / brier(*_stated(fitted(run, fit)))
+    """Return the skill of the stated confidence over the fitted one."""
+    return skill_over(run["test"], fitted(run, fit).confidence)
 
 
 def within_types(r: Records) -> float:

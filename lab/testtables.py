@@ -124,8 +124,17 @@ def _records(content: bytes, kinds: np.ndarray, column: str) -> Records:
 
 
 def skill(r: Records) -> float:
-    """Return 1 - Brier / Brier of the lookup that states the method's own accuracy on each type."""
-    return 1 - brier(r.confidence, r.correct) / brier(lookup(r)(r), r.correct)
+    """Return the skill over the lookup that states the method's own accuracy on each type."""
+    return skill_over(r, lookup(r)(r))
+
+
+def skill_over(r: Records, reference: np.ndarray) -> float:
+    """Return 1 - Brier / Brier of the confidences ``reference``, both on the answers that have a
+    confidence.
+    """
+    known = ~np.isnan(r.confidence)
+    correct = r.correct[known]
+    return 1 - brier(r.confidence[known], correct) / brier(reference[known], correct)
 
 
 def scores(run: Run, part: str = "test") -> dict[str, float]:

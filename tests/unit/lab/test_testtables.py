@@ -68,6 +68,15 @@ def test_skill_is_zero_for_the_lookup_and_one_for_the_truth() -> None:
     )
 
 
+def test_skill_leaves_an_answer_without_a_confidence_out_of_both_scores() -> None:
+    """The lookup learns from it, but is not scored where the method is not."""
+    r = records(range(4), [1, 1, 0, 0], [0.75, 0.75, 0.25, math.nan])
+    assert lookup(r)(r).tolist() == [0.5] * 4
+    assert skill(r) == pytest.approx(1 - 0.0625 / 0.25)
+    r = records(range(4), [1, 1, 1, 0], [0.75, 0.75, 0.75, math.nan])
+    assert skill(r) == pytest.approx(1 - 0.0625 / 0.0625)
+
+
 @pytest.mark.parametrize("alike", [False, True])
 def test_bands_hold_what_is_calibrated(alike: bool) -> None:
     """About 93 of 100 calibrated policies are below the band within problems, whether a problem's
