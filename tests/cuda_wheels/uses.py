@@ -12,6 +12,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -104,11 +105,15 @@ class Uses:
 
 
 def files(foreign: str) -> list[Path]:
-    """The files of the package that import from ``foreign``."""
+    """The files of the package that import from ``foreign``; those that do not have the word are
+    not parsed.
+    """
+    named = re.compile(rf"\b{foreign}\b")
+    sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     return [
         path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if any(_imports(ast.parse(path.read_text()), (foreign,)))
+        for path, source in sources.items()
+        if named.search(source) and any(_imports(ast.parse(source), (foreign,)))
     ]
 
 
