@@ -18,6 +18,7 @@ from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.evaluation.alike import AlikeRuns
     from megatron_dcpo.evaluation.runs import EvaluatedRun
 
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     # imports matplotlib, which is slow and which other verbs do not need
     from megatron_dcpo.evaluation import published, report
+    from megatron_dcpo.evaluation.alike import evaluated_alike
     from megatron_dcpo.evaluation.equal_data import at_equal_data
     from megatron_dcpo.evaluation.foreign import parse_columns
     from megatron_dcpo.evaluation.runs import find_runs, with_kinds
@@ -97,8 +99,10 @@ def run(args: argparse.Namespace) -> int:
         page = report.write_report(runs, target, args.title or _TITLE, against)
         numbers = report.comparison(runs)
         compared = published.compare(evaluations, against)
+        groups = evaluated_alike(runs)
         if not args.json:
             print_table(numbers)
+            _print_not_alike(groups)
             _print_unevaluated(runs)
             _print_without_kinds(runs)
             _print_published(compared)
@@ -112,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         values: dict[str, Any] = {"report": str(page), "runs": numbers}
         values["equal_data"] = [asdict(equal) for equal in at_equal_data(runs)]
+        values["alike"] = [_group_as_json(group) for group in groups]
         values["not_evaluated"] = [one.name for one in runs if one.evaluation is None]
         if args.against:
             values["against"] = compared
@@ -136,6 +141,27 @@ def serve(runs: Sequence[str], port: int) -> int:
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
+
+
+def _print_not_alike(groups: Sequence[AlikeRuns]) -> None:
+    """Say which runs were not evaluated alike, and which did not answer the same problems."""
+    if len(groups) > 1:
+        print("not evaluated alike:")
+        for group in groups:
+            names = ", ".join(run.name for run in group.runs)
+            print(printable(f"  {names}: {group.title}"))
+    for group in groups:
+        for line in group.other_problems:
+            print(printable(line))
+
+
+def _group_as_json(group: AlikeRuns) -> dict[str, Any]:
+    return {
+        "runs": [run.name for run in group.runs],
+        "benchmarks": group.benchmarks,
+        "sampling": group.sampling,
+        "other_problems": group.other_problems,
+    }
 
 
 def _print_unevaluated(runs: Sequence[EvaluatedRun]) -> None:

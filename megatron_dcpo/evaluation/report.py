@@ -23,6 +23,7 @@ from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.evaluation import published, run_description
+from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_alike
 from megatron_dcpo.evaluation.equal_data import STEPS, TOTALS, VALUES, at_equal_data
 from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
 from megatron_dcpo.evaluation.published import Published
@@ -129,15 +130,6 @@ def kinds_of(runs: Sequence[EvaluatedRun]) -> list[str]:
     return [kind for kind in CONFIDENCE_KINDS if kind in scored]
 
 
-def benchmarks_of(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return the names of all benchmarks of the runs, in order of appearance."""
-    names: dict[str, None] = {}
-    for run in runs:
-        if run.evaluation:
-            names.update(dict.fromkeys(run.evaluation["benchmarks"]))
-    return list(names)
-
-
 # ----------------------------------------------------------------------------------------- the page
 
 
@@ -238,8 +230,8 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     come last.
     """
     tables: list[dict[str, Any]] = []
-    for alike in dict.fromkeys(run.alike for run in runs if run.evaluation is not None):
-        tables += _tables_of_group([run for run in runs if run.alike == alike], alike[-1])
+    for group in evaluated_alike(runs):
+        tables += _tables_of_group(group)
     trained = [run for run in runs if run.evaluation is None]
     if trained:
         title = (
@@ -293,14 +285,16 @@ def _table(
     return {"name": name, "open": is_open, "rows": rows, "labels": columns, "note": note}
 
 
-def _tables_of_group(group: Sequence[EvaluatedRun], sampling: str) -> list[dict[str, Any]]:
+def _tables_of_group(alike: AlikeRuns) -> list[dict[str, Any]]:
     """Return the headline table and the detailed tables of runs that were evaluated alike."""
+    group = alike.runs
+    benchmarks = alike.benchmarks
     kinds = kinds_of(group)
-    benchmarks = benchmarks_of(group)
     first = kinds[0] if kinds else "verbal"
-    title = "; ".join(filter(None, (", ".join(benchmarks), sampling)))
-    headline_rows = _cells(_rows_of(group, first), None)
-    tables = [_table(title, headline_rows, is_open=True)]
+    is_marked = not alike.other_problems
+    headline_rows = _cells(_rows_of(group, first), None, is_marked)
+    note = "; ".join(alike.other_problems)
+    tables = [_table(alike.title, headline_rows, is_open=True, note=note)]
     several = len(benchmarks) > 1
     choices: list[str | None] = [None]
     if several:
@@ -320,7 +314,7 @@ def _tables_of_group(group: Sequence[EvaluatedRun], sampling: str) -> list[dict[
                 scope = benchmarks[0]
             name = f"{scope}, {kind} confidence"
             rows = _with_lookups(scored, kind, benchmark)
-            tables.append(_table(name, _cells(rows, benchmark)))
+            tables.append(_table(name, _cells(rows, benchmark, is_marked)))
         tables += _passes(group, benchmark, len(benchmarks))
         if benchmark is not None:
             tables += _by_kind(group, benchmark)
@@ -399,10 +393,12 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
     return scores is not None and kind in scores
 
 
-def _cells(table_rows: Sequence[_Row], benchmark: str | None) -> dict[str, list[dict[str, Any]]]:
+def _cells(
+    table_rows: Sequence[_Row], benchmark: str | None, is_marked: bool = True
+) -> dict[str, list[dict[str, Any]]]:
     """Return, for each row, the text of each headline value with the half width of its 95 %
-    interval, and whether it is the best of its column: better than all others but the lookups,
-    with intervals that do not overlap.
+    interval, and where the best ``is_marked``, whether it is that of its column: better than all
+    others but the lookups, with intervals that do not overlap.
     """
     rows = {}
     intervals = {}
@@ -411,13 +407,15 @@ def _cells(table_rows: Sequence[_Row], benchmark: str | None) -> dict[str, list[
         intervals[name] = intervals_of(run, kind, benchmark)
     arms = {row.name: rows[row.name] for row in table_rows if row.kind != LOOKUP}
     of_arms = {name: intervals[name] for name in arms}
-    best = {key: separable_best(key, arms, of_arms) for key in HEADLINE}
+    best: dict[str, str | None] = {}
+    if is_marked:
+        best = {key: separable_best(key, arms, of_arms) for key in HEADLINE}
     table: dict[str, list[dict[str, Any]]] = {}
     for name, row in rows.items():
         cells: list[dict[str, Any]] = []
         for key in HEADLINE:
             text = format_value(key, row.get(key), intervals[name].get(key))
-            cells.append({"text": text, "best": best[key] == name})
+            cells.append({"text": text, "best": best.get(key) == name})
         table[name] = cells
     return table
 

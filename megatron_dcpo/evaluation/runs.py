@@ -14,7 +14,6 @@ from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.samples import SETTINGS, Sample, sample_of
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, confidences_of, score_samples
@@ -36,16 +35,6 @@ class EvaluatedRun:
     metrics: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """Return what runs in one table must have in common: benchmarks and sampling."""
-        if self.evaluation is None:
-            return ()
-        return (
-            *sorted(self.evaluation["benchmarks"]),
-            run_description.sampling_text(self.settings, self.evaluation),
-        )
 
 
 def name_in_files(benchmark: str) -> str:

@@ -17,10 +17,11 @@ from megatron_dcpo.cli import report as cli
 from megatron_dcpo.codec import VERSION
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation.alike import evaluated_alike
 from megatron_dcpo.evaluation.headline import format_value
 from megatron_dcpo.evaluation.runs import find_runs
-from megatron_dcpo.evaluation.samples import write_samples
-from megatron_dcpo.evaluation.scoring import scored_kinds
+from megatron_dcpo.evaluation.samples import Sample, write_samples
+from megatron_dcpo.evaluation.scoring import score_samples, scored_kinds
 from tests.helpers.evaluated import changed, evaluated, make_sample, make_samples, trained
 
 pytestmark = pytest.mark.draws
@@ -159,8 +160,64 @@ def test_thinking_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
         evaluated(tmp_path / name)
         (tmp_path / name / "settings.json").write_text(json.dumps({"template": "raw", **thinking}))
     runs = find_runs([tmp_path])
-    assert len({run.alike for run in runs}) == 2
+    assert len(evaluated_alike(runs)) == 2
     assert "template raw, thinking on, " in report.render_report(runs)
+
+
+def test_runs_that_answered_other_problems_are_said_to_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated(tmp_path / "all", samples=make_samples(12))
+    evaluated(tmp_path / "few", samples=make_samples(8, seed=1))
+    [group] = evaluated_alike(find_runs([tmp_path]))
+    [line] = group.other_problems
+    assert "all 12" in line
+    assert "few 8" in line
+    assert line in report.render_report(find_runs([tmp_path]))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
+    assert line in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html"), "--json"]) == 0
+    [alike] = json.loads(capsys.readouterr().out)["alike"]
+    assert (alike["runs"], alike["other_problems"]) == (["all", "few"], [line])
+
+
+def test_nothing_is_bold_among_other_problems(tmp_path: Path) -> None:
+    right = [changed(sample, correct=1.0) for sample in make_samples(12)]
+    wrong = [changed(sample, correct=0.0) for sample in make_samples(12)]
+
+    def page_of(first: list[Sample], second: list[Sample]) -> str:
+        for name, samples in (("first", first), ("second", second)):
+            evaluation = evaluated(tmp_path / name, samples=samples)
+            evaluation |= score_samples(samples, ["verbal"], resamples=50, seed=0)
+            (tmp_path / name / "evaluation.json").write_text(json.dumps(evaluation))
+        return report.render_report(find_runs([tmp_path]))
+
+    assert "class=best" in page_of(right, wrong)
+    assert "class=best" not in page_of(right, wrong[4:])
+
+
+@pytest.mark.parametrize("changes", [{"problem": "What else?"}, {"ground_truth": "1000"}])
+def test_as_many_problems_may_be_other_ones(tmp_path: Path, changes: dict[str, str]) -> None:
+    first = make_samples(8)
+    evaluated(tmp_path / "a", samples=first)
+    evaluated(tmp_path / "b", samples=make_samples(8, seed=1))
+    [group] = evaluated_alike(find_runs([tmp_path]))
+    assert group.other_problems == []
+    others = [changed(s, **changes) if s.prompt.prompt_id == "toy/3" else s for s in first]
+    evaluated(tmp_path / "c", samples=others)
+    [group] = evaluated_alike(find_runs([tmp_path]))
+    [line] = group.other_problems
+    assert "answered 7 of these" in line
+
+
+def test_without_samples_the_number_of_problems_tells(tmp_path: Path) -> None:
+    for name, problems in (("a", 8), ("b", 8)):
+        evaluated(tmp_path / name, samples=make_samples(problems))
+        (tmp_path / name / "samples.jsonl").unlink()
+    assert [group.other_problems for group in evaluated_alike(find_runs([tmp_path]))] == [[]]
+    evaluated(tmp_path / "c", samples=make_samples(9))
+    [group] = evaluated_alike(find_runs([tmp_path]))
+    assert len(group.other_problems) == 1
 
 
 def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path) -> None:
