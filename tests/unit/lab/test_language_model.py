@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.confidences import ADAPTERS, pack, packed_seeds, tables
+from lab.confidences import ACCURACY_GAINED, ADAPTERS, SAID_MINUS_LOOKUP, pack, packed_seeds, tables
 from lab.language_model import ROWS, STUDY, TAUGHT, write_problems
 from lab.results import read_archive, write_archive
 
@@ -64,7 +64,12 @@ def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) 
     archive = tmp_path / STUDY.records
     files = {f"seed{seed}.json": records(seed, answers=40) for seed in (1, 2)}
     files |= {f"other.seed{seed}.json": records(seed, answers=20) for seed in (1, 2)}
-    files |= {f"{STUDY.said}.seed{seed}.json": records(seed, answers=10) for seed in (1, 2)}
+    for seed in (1, 2):
+        said = json.loads(records(seed, answers=40))
+        said["arms"]["stated"] = said["correct"]
+        said["correct"] = [1.0] * 40
+        said["arms"]["lookup"] = [0.5] * 40
+        files[f"{STUDY.said}.seed{seed}.json"] = json.dumps(said).encode()
     write_archive(archive, files)
     found = tables(archive, tmp_path, replace(STUDY, seeds=(1, 2)))
     assert found["seeds"] == ["1", "2"]
@@ -75,6 +80,11 @@ def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) 
     assert found["others"]["other"]["bar"]["brier"] == pytest.approx([0.25, 0.25])
     assert set(found["others"]) == {"other", STUDY.said}
     assert set(found["accuracy"]) == {name.removesuffix(".json") for name in files}
+    right = np.mean([found["accuracy"][f"seed{seed}"] for seed in (1, 2)])
+    gained = found["said"][ACCURACY_GAINED]["pooled"]
+    assert gained[0] == pytest.approx(1 - right)
+    below = found["said"][SAID_MINUS_LOOKUP]["pooled"]
+    assert below[0] == pytest.approx((1 - right) - 0.25), "stated 0 where the policy was wrong"
     page = (tmp_path / f"{STUDY.name}_tables.md").read_text()
     assert "python -m lab language-model" in page
     assert "`other`" in page
