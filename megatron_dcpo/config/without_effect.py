@@ -13,10 +13,12 @@ from megatron_dcpo.config.sections import (
     Config,
     DataConfig,
     LoggingConfig,
+    LoopConfig,
     RolloutConfig,
     RunConfig,
     TrainingConfig,
 )
+from megatron_dcpo.config.supervised import SupervisedConfig, SupervisedLoopConfig
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
 from megatron_dcpo.types import BROUGHT
 
@@ -28,11 +30,11 @@ _READ_OF_VLLM = {"transformers": ("dtype",), "server": ("quantization",)}
 
 def options_without_effect(config: RunConfig) -> list[str]:
     """Return a line for each option that was set and changes nothing in this run."""
-    found = list(_of_any_run(config))
+    found = [*_of_any_run(config), *_of_micro_batches(config)]
     if isinstance(config, Config):
         for lines in (_of_rollouts, _of_validation, _of_sources, _of_updates):
             found += lines(config)
-    else:
+    if isinstance(config, SupervisedConfig):
         found += _of_supervised_training(config)
     return found
 
@@ -52,7 +54,26 @@ def _of_any_run(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_supervised_training(config: RunConfig) -> Iterator[str]:
+def _of_micro_batches(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    is_packed = config.parallel.sequence_packing
+    if is_packed and training.micro_batch_size != LoopConfig.micro_batch_size:
+        yield (
+            f"training.micro_batch_size={training.micro_batch_size} changes nothing with "
+            "parallel.sequence_packing, where training.max_tokens_per_micro_batch counts"
+        )
+    most = training.max_tokens_per_micro_batch
+    if not is_packed and most != LoopConfig.max_tokens_per_micro_batch:
+        yield (
+            f"training.max_tokens_per_micro_batch={most} changes nothing without "
+            "parallel.sequence_packing, where training.micro_batch_size counts"
+        )
+
+
+def _of_supervised_training(config: SupervisedConfig) -> Iterator[str]:
+    training = config.training
+    if training.steps and training.epochs != SupervisedLoopConfig.epochs:
+        yield f"training.epochs={training.epochs} changes nothing with training.steps"
     if config.logging.samples_interval not in (0, LoggingConfig.samples_interval):
         yield "logging.samples_interval changes nothing: supervised training samples nothing"
 

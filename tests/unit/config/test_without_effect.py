@@ -46,6 +46,16 @@ def lines_of(sections: dict[str, Any]) -> list[str]:
         ),
         ({"objective": {"clip_high": 0.4}}, "objective.clip_high", {"old_logprobs": "engine"}),
         ({"objective": {"ratio": "sequence"}}, "objective.ratio", {"old_logprobs": "engine"}),
+        (
+            {"training": {"micro_batch_size": 2}, "parallel": {"sequence_packing": True}},
+            "training.micro_batch_size",
+            {"sequence_packing": False},
+        ),
+        (
+            {"training": {"max_tokens_per_micro_batch": 99}, "parallel": {}},
+            "training.max_tokens_per_micro_batch",
+            {"sequence_packing": True},
+        ),
         ({"training": {"steps": 9, "profile_steps": [12]}}, "profile_steps", {"steps": 12}),
         (
             {"optimizer": {"lr_warmup_iters": 2}, "training": {"steps": 2}},
@@ -80,6 +90,9 @@ def test_the_defaults_have_no_such_option() -> None:
     sampling = {**values, "logging": {"samples_interval": 3}}
     (line,) = options_without_effect(validate_supervised(sampling))
     assert "logging.samples_interval" in line
+    epochs = {**values, "training": {"steps": 3, "epochs": 2}}
+    (line,) = options_without_effect(validate_supervised(epochs))
+    assert "training.epochs" in line
 
 
 @pytest.mark.parametrize(
