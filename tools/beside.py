@@ -1,8 +1,9 @@
-"""The same metrics of two trainings side by side, step by step; last a line of means.
+"""The same metrics of two trainings side by side, step by step, and their means.
 
     python tools/beside.py FIRST/metrics.jsonl SECOND/metrics.jsonl
 
-Steps that only one of them has are left out. The status is 1 if no step is in both.
+Steps that only one of them has are left out, and metrics that a step lacks, by name. The status is
+1 if no step is in both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def rows(path: Path) -> dict[int, dict[str, float]]:
 
 
 def compared(first: dict[int, dict[str, float]], second: dict[int, dict[str, float]]) -> list[str]:
-    """Return the lines: a step each, and one of means."""
+    """Return the lines: a step each, one of means, and the metrics that are not compared."""
     steps = sorted(first.keys() & second.keys())
     names = [name for name in METRICS if all(name in first[s] and name in second[s] for s in steps)]
     lines = []
@@ -42,7 +43,11 @@ def compared(first: dict[int, dict[str, float]], second: dict[int, dict[str, flo
     for name in names:
         pair = [sum(rows[s][name] for s in steps) / len(steps) for rows in (first, second)]
         means.append(f"{METRICS[name]} {pair[0]:.3g} / {pair[1]:.3g}")
-    return [*lines, f"{len(steps)} steps, means: " + ", ".join(means)]
+    lines.append(f"{len(steps)} steps, means: " + ", ".join(means))
+    left_out = [METRICS[name] for name in METRICS if name not in names]
+    if left_out:
+        lines.append(f"not in every step of both: {', '.join(left_out)}")
+    return lines
 
 
 def main() -> int:

@@ -469,6 +469,9 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     if args.splits:
+        for name in ("data", "mix", "unseen", "heldout", "more_heldout", "train"):
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} is of new problems, not of --splits")
         heldout, pools = given_problems(args.splits)
     else:
         heldout, train_problems, pools = split_problems(
