@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from omegaconf import OmegaConf  # noqa: E402
 
-from megatron_dcpo.cli.evaluate import SHORTHANDS  # noqa: E402
+from megatron_dcpo.cli.evaluate_options import SHORTHANDS  # noqa: E402
 from megatron_dcpo.config.reference import (  # noqa: E402
     EVALUATE_SECTIONS,
     SUPERVISED_SECTIONS,

@@ -1,7 +1,7 @@
 """``dcpo evaluate``: accuracy and calibration of a model on benchmarks, or of earlier responses.
 
-Every flag but those of the command itself (``COMMAND``) is a shorthand for an option, which may be
-written as an override as well: ``--repeats 8`` is ``evaluation.samples=8``.
+Most flags are shorthands for options (``evaluate_options.SHORTHANDS``), which may be written as
+overrides as well: ``--repeats 8`` is ``evaluation.samples=8``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_judging_arguments, add_kinds_argument, positive_int
+from megatron_dcpo.cli.evaluate_options import (
+    check_marker,
+    check_options_of_samples,
+    check_options_of_source,
+    check_scores_are_judged,
+    overrides_of,
+)
+from megatron_dcpo.cli.evaluation_tables import print_evaluation
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
-from megatron_dcpo.types import BROUGHT
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -36,71 +43,6 @@ KINDS = (
     "token_entropy",
     "consistency",
 )
-# the option that each flag sets, by the name of the flag in the parsed arguments
-SHORTHANDS: Mapping[str, str] = {
-    "model": "model.path",
-    "adapter": "model.adapter_path",
-    "dtype": "model.params_dtype",
-    "endpoint": "endpoint.url",
-    "model_name": "endpoint.model",
-    "tokenizer": "endpoint.tokenizer",
-    "api": "endpoint.api",
-    "api_key_env": "endpoint.api_key_env",
-    "concurrency": "endpoint.concurrency",
-    "timeout": "endpoint.timeout",
-    "attempts": "endpoint.attempts",
-    "extra_body": "endpoint.extra_body",
-    "out": "run_dir",
-    "benchmarks": "evaluation.benchmarks",
-    "repeats": "evaluation.samples",
-    "confidence": "evaluation.confidence",
-    "features": "evaluation.features",
-    "keep": "evaluation.keep",
-    "calibrator": "evaluation.calibrator",
-    "kinds": "evaluation.kinds",
-    "limit": "evaluation.limit",
-    "data_dir": "evaluation.data_dir",
-    "corrections": "evaluation.corrections",
-    "temperature": "evaluation.temperature",
-    "top_p": "evaluation.top_p",
-    "top_k": "evaluation.top_k",
-    "max_tokens": "evaluation.max_tokens",
-    "seed": "evaluation.seed",
-    "resamples": "evaluation.resamples",
-    "template": "data.template",
-    "thinking": "data.thinking",
-    "untested": "data.untested",
-    "batch_size": "rollout.max_num_seqs",
-    "engine": "rollout.engine",
-    "agent": "rollout.agent",
-    "command": "rollout.command",
-    "marker": "judging.marker",
-    "verifier": "judging.verifier",
-    "threshold": "judging.threshold",
-    "sandbox": "judging.sandbox",
-    "test_seconds": "judging.test_seconds",
-    "program_seconds": "judging.program_seconds",
-    "memory_mb": "judging.memory_mb",
-}
-# the options that --samples reads, and those that it reads with --rejudge
-_OF_SAMPLES = (
-    "run_dir",
-    "judging.marker",
-    "evaluation.confidence",
-    "evaluation.calibrator",
-    "evaluation.kinds",
-    "evaluation.resamples",
-    "evaluation.seed",
-)
-_OF_JUDGING = ("judging.", "data.sources")
-_OF_SERVER = ("endpoint.",)
-_OF_MODEL = ("model.", "rollout.")
-_OF_BOTH = ("rollout.max_response_length",)
-_DTYPES = {"auto": "auto", "float32": "fp32", "bfloat16": "bf16"}  # values of --dtype
-
-
-_MOST_KINDS_SHOWN = 20
-_LONGEST_ANSWER = 30
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -329,12 +271,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--rejudge needs --samples FILE; new responses are judged anyway")
     named = parse_columns(columns) if columns else None
     if samples:
-        _check_options_of_samples(arguments, judge_again=judge_again)
-        _check_marker(arguments, named, judge_again=judge_again)
+        check_options_of_samples(arguments, judge_again=judge_again)
+        check_marker(arguments, named, judge_again=judge_again)
     config = configuration(arguments)
     if not samples:
-        _check_options_of_source(arguments, config)
-        _check_scores_are_judged(arguments, config)
+        check_options_of_source(arguments, config)
+        check_scores_are_judged(arguments, config)
     with _progress() as progress:
         evaluation = run_evaluation(
             config,
@@ -349,88 +291,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False))
         return 0
-    _print_evaluation(evaluation)
+    print_evaluation(evaluation)
     print(printable(f"wrote {args.out}"))
     return 0
-
-
-def _check_options_of_samples(arguments: Mapping[str, Any], *, judge_again: bool) -> None:
-    """Raise :class:`UserError` for an option that changes nothing about answers that there are. A
-    configuration file may have it, since it describes other evaluations as well.
-    """
-    if arguments.get("as_trained") and not judge_again:
-        raise UserError("--as-trained judges as in that run; add --rejudge, or remove it")
-    for option in overrides_of(arguments):
-        if option in _OF_SAMPLES:
-            continue
-        written = _as_written(option, arguments)
-        if not option.startswith(_OF_JUDGING):
-            raise UserError(
-                f"{written} does not go with --samples, which scores the answers that there are; "
-                "remove it"
-            )
-        if not judge_again:
-            raise UserError(f"{written} is an option of judging; add --rejudge, or remove it")
-
-
-def _check_marker(
-    arguments: Mapping[str, Any], columns: Mapping[str, str] | None, *, judge_again: bool
-) -> None:
-    """Raise :class:`UserError` for a tag where no confidence is read: in samples of ours it has
-    been, behind the tag of their evaluation.
-    """
-    from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours
-
-    if judge_again or "judging.marker" not in overrides_of(arguments):
-        return
-    samples = arguments["samples"]
-    if has_verdicts_of_ours(samples, columns):
-        written = _as_written("judging.marker", arguments)
-        raise UserError(
-            f"{written}: the confidences in {samples} have been read already; add --rejudge, or "
-            "remove it"
-        )
-
-
-def _check_options_of_source(arguments: Mapping[str, Any], config: EvaluateConfig) -> None:
-    """Raise :class:`UserError` for an option of a server where a model in this process is sampled,
-    or the other way round. A configuration file may have both.
-    """
-    unread: tuple[str, ...] = _OF_SERVER
-    source = "a model in this process"
-    if config.endpoint.url:
-        unread, source = _OF_MODEL, "a server"
-    for option in overrides_of(arguments):
-        if option.startswith(unread) and option not in _OF_BOTH:
-            written = _as_written(option, arguments)
-            raise UserError(f"{written} changes nothing about the answers of {source}; remove it")
-
-
-def _check_scores_are_judged(arguments: Mapping[str, Any], config: EvaluateConfig) -> None:
-    """Raise :class:`UserError` for an option of scores where every verdict is right or wrong. A run
-    whose options are taken (``--as-trained``) may have had other verifiers.
-    """
-    from megatron_dcpo.config.field_types import gives_scores
-
-    verifier = config.judging.verifier
-    benchmarks = config.evaluation.benchmark_list
-    brought = any(name in benchmarks for name in BROUGHT)
-    if gives_scores(verifier) or brought or config.rollout.runs_agents:
-        return
-    for option in overrides_of(arguments):
-        if option in ("judging.threshold", "judging.graded") and not config.data.sources:
-            raise UserError(
-                f"{_as_written(option, arguments)} is for f1, a verifier of yours, or several with "
-                f"weights, and {verifier} says right or wrong; remove it"
-            )
-
-
-def _as_written(option: str, arguments: Mapping[str, Any]) -> str:
-    """Return an option as it stands on the command line: the flag for it, or its dotted name."""
-    for flag, name in SHORTHANDS.items():
-        if name == option and flag in arguments:
-            return f"--{flag.replace('_', '-')}"
-    return option
 
 
 def configuration(arguments: Mapping[str, Any]) -> EvaluateConfig:
@@ -451,159 +314,6 @@ def configuration(arguments: Mapping[str, Any]) -> EvaluateConfig:
         defaults=defaults,
         evaluates_model=not samples,
     )
-
-
-def overrides_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that flags and overrides set, by dotted name.
-
-    Raises :class:`UserError`, which names both, if a flag and an override differ.
-    """
-    from megatron_dcpo.config import parse_overrides
-
-    options = parse_overrides(arguments.get("overrides", ()))
-    for flag, option in SHORTHANDS.items():
-        if flag not in arguments:
-            continue
-        value = arguments[flag]
-        if flag == "dtype":
-            value = _DTYPES[value]
-        if option in options and not _is_same(options[option], value):
-            written = f"--{flag.replace('_', '-')}"
-            raise UserError(
-                f"{written} {arguments[flag]} and {option}={options[option]} set the same option; "
-                "remove one of them"
-            )
-        options[option] = value
-    return options
-
-
-def _is_same(one: object, other: object) -> bool:
-    """Return whether two values are the same. YAML reads the words on and off as true and false."""
-    words = {True: "on", False: "off"}
-    if isinstance(one, bool) and isinstance(other, str):
-        return words[one] == other
-    return one == other
-
-
-def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
-    """Print the table of results for people."""
-    from megatron_dcpo.cli.report import print_table
-    from megatron_dcpo.evaluation.kinds import no_kinds_line
-    from megatron_dcpo.evaluation.scoring import LOOKUP, headline, scored_kinds
-
-    scored = dict(evaluation["benchmarks"])
-    if len(scored) > 1:
-        scored["overall"] = evaluation["overall"]
-    rows = {}
-    for name, scores in scored.items():
-        benchmark = name if name in evaluation["benchmarks"] else None
-        for kind in (*scored_kinds(scores), LOOKUP):
-            rows[f"{name} {kind}"] = headline(evaluation, kind, benchmark)
-    print_table(rows, "benchmark")
-    if not evaluation["kinds"]["by"]:
-        print(printable(no_kinds_line(evaluation["kinds"]["possible"])))
-    _print_passes(scored)
-    _print_guesses(scored)
-    for name, scores in evaluation["benchmarks"].items():
-        _print_refusals(name, scores)
-        _print_reading(name, scores)
-        rates = scores.get("abstention")
-        if rates:
-            shown = []
-            for key, value in rates.items():
-                if value is not None:
-                    shown.append(f"{key} {value:.3f}")
-            print(printable(f"{name} abstention: {', '.join(shown)}"))
-
-
-def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print pass@k of each benchmark, in percent, with its 95 % interval."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    sizes: dict[str, None] = {}
-    for scores in scored.values():
-        sizes.update(dict.fromkeys(scores.get("pass_at_k", {})))
-    if not sizes:
-        return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("benchmark", no_wrap=True)
-    columns = sorted(sizes, key=int)
-    for k in columns:
-        table.add_column(f"pass@{k}", justify="right", no_wrap=True)
-    for name, scores in scored.items():
-        ends_of = (scores.get("ci95") or {}).get("pass_at_k", {})
-        cells = []
-        for k in columns:
-            value = scores.get("pass_at_k", {}).get(k)
-            cells.append(_percent(value, ends_of.get(k)))
-        table.add_row(Text(printable(name)), *cells)
-    console = Console()
-    if not console.is_terminal:  # a file has no window to fit
-        console = Console(width=140)
-    console.print(table, markup=False)
-
-
-def _print_guesses(scored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the accuracy of each benchmark and of each of its kinds, next to the accuracy of always
-    giving its most frequent answer.
-    """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("kind", no_wrap=True)
-    for column in ("problems", "accuracy", "prompt-blind"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("by always answering", no_wrap=True)
-    for name, scores in scored.items():
-        parts = {name: scores}
-        kinds = scores.get("by_kind", {})
-        for kind, of_kind in list(kinds.items())[:_MOST_KINDS_SHOWN]:
-            parts[f"  {kind}"] = of_kind
-        for title, part in parts.items():
-            blind = part.get("prompt_blind", {})
-            table.add_row(
-                Text(printable(title)),
-                str(part.get("problems", "–")),
-                _percent(part.get("accuracy"), None),
-                _percent(blind.get("accuracy"), None),
-                Text(printable(str(blind.get("answer", "")))[:_LONGEST_ANSWER]),
-            )
-        if len(kinds) > _MOST_KINDS_SHOWN:
-            table.add_row(f"  {len(kinds) - _MOST_KINDS_SHOWN} more kinds")
-    console = Console()
-    if not console.is_terminal:  # a file has no window to fit
-        console = Console(width=140)
-    console.print(table, markup=False)
-
-
-def _percent(value: float | None, ends: Sequence[float] | None) -> str:
-    """Return ``50.0% (41.2 to 58.8)``, or a dash for a missing value."""
-    if value is None:
-        return "–"
-    text = f"{100 * value:.1f}%"
-    if ends:
-        low, high = ends
-        text += f" ({100 * low:.1f} to {100 * high:.1f})"
-    return text
-
-
-def _print_reading(name: str, scores: Mapping[str, Any]) -> None:
-    """Say what a post-hoc confidence was read from."""
-    by = scores.get("posthoc", {}).get("by")
-    if by:
-        print(printable(f"{name} posthoc: {'; '.join(by)}"))
-
-
-def _print_refusals(name: str, scores: Mapping[str, Any]) -> None:
-    if "refused_rate" not in scores:
-        return
-    share = f"{100 * scores['refused_rate']:.1f}%"
-    said = f"{name}: the server refused {share} of the samples (refused_rate)"
-    print(printable(f"{said}; they count as wrong"))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dcpo.cli import as_options, main
 from megatron_dcpo.cli import evaluate as cli
+from megatron_dcpo.cli.evaluate_options import SHORTHANDS
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.errors import UserError
@@ -123,7 +124,7 @@ def test_a_section_of_a_file_is_a_mapping(tmp_path: Path) -> None:
 
 def test_every_shorthand_names_an_option() -> None:
     config = config_of()
-    for option in cli.SHORTHANDS.values():
+    for option in SHORTHANDS.values():
         holder: Any = config
         for name in option.split("."):
             assert name in {field.name for field in fields(holder)}, option
