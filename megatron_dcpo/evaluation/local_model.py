@@ -62,7 +62,7 @@ def sample_model(
     on_gpu = capabilities().separate_memory
     many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
     options = VllmOptions(
-        dtype=_DTYPES[_dtype(config)],
+        dtype=_DTYPES[element_type(config)],
         gpu_memory_utilization=0.9 if many else 0.6,
         max_model_len=longest + config.max_tokens,
         max_num_seqs=config.rollout.max_num_seqs or (_MANY if many else _FEW),
@@ -117,7 +117,7 @@ def _refused(response: Response) -> Response:
 def with_states_of_model(config: EvaluateConfig, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with the state of the model that answered (``states.keep_states``)."""
     path = config.model.path
-    engine = TransformersEngine.from_pretrained(path, dtype=_dtype(config))
+    engine = TransformersEngine.from_pretrained(path, dtype=element_type(config))
     _add_adapter(engine, config)
     rendered_as = RenderedAs(
         marker=config.judging.marker,
@@ -128,7 +128,7 @@ def with_states_of_model(config: EvaluateConfig, samples: Sequence[Sample]) -> l
     return keep_states(samples, engine.model, path, rendered_as)
 
 
-def _dtype(config: EvaluateConfig) -> str:
+def element_type(config: EvaluateConfig) -> str:
     """Return the element type of the parameters, ``fp32`` or ``bf16``."""
     if config.model.params_dtype != "auto":
         return config.model.params_dtype

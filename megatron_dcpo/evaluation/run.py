@@ -331,12 +331,13 @@ def _new_samples(
         if not fresh:
             check(settings)
     else:
+        from megatron_dcpo.evaluation.local_model import element_type, sample_model
+
         settings = settings_of(config, model_name(config), date)
         settings |= files_of(config.model.path, config.model.adapter_path)
+        settings["params_dtype"] = element_type(config)
         if launched_rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
-        from megatron_dcpo.evaluation.local_model import sample_model
-
         responder = sample_model(config, loaded, date)
     share = slice(launched_rank(), None, ranks)
     prompts = [responder.render(problems) for problems in loaded]

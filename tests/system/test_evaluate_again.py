@@ -96,6 +96,17 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
     assert "was begun with weights = " in refused.stderr
 
 
+def test_another_element_type_is_refused_and_its_default_by_name_is_not(
+    first: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(first, out)
+    refused = evaluate(out, "--limit", "4", "--dtype", "bfloat16")
+    assert refused.returncode == 2
+    assert "params_dtype" in refused.stderr
+    assert evaluate(out, "--limit", "4", "--dtype", "float32").returncode == 0
+
+
 def test_scores_of_old_samples_do_not_replace_other_samples(first: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert evaluate(other, "--limit", "1").returncode == 0
