@@ -472,15 +472,18 @@ def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT
     """Return the adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins``
     groups of equal size.
 
-    The sorted rows are cut into groups whose sizes differ by at most one, ties by row order, so a
-    crowded value may be cut, unlike in ``ece_equal_mass``. Fewer rows than bins: one group per row.
+    The sorted rows are cut into groups whose sizes differ by at most one, so a crowded value may be
+    cut, unlike in ``ece_equal_mass``; each of its rows then counts as its share of right ones, so
+    that the order of the rows does not matter. Fewer rows than bins: one group per row.
     """
     c, y = valid_rows(confidences, correct)
     if not len(c):
         return float("nan")
-    order = np.argsort(c, kind="stable")
-    groups = np.array_split(order, min(bins, len(c)))
-    return float(np.mean([abs(c[g].astype(np.float64).mean() - y[g].mean()) for g in groups]))
+    _, value = np.unique(c, return_inverse=True)
+    accuracy = (np.bincount(value, y) / np.bincount(value))[value]
+    groups = np.array_split(np.argsort(c), min(bins, len(c)))
+    gaps = [abs(c[group].astype(np.float64).mean() - accuracy[group].mean()) for group in groups]
+    return float(np.mean(gaps))
 
 
 def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:

@@ -72,6 +72,16 @@ def test_by_hand() -> None:
     assert ece_debiased([0.9] * 100, [0] * 100) == pytest.approx(0.9, abs=1e-12)
 
 
+def test_the_order_of_equal_confidences_changes_no_adaptive_error() -> None:
+    c, y = np.array([0.2, 0.2, 0.2, 0.2, 0.9, 0.9]), np.array([1, 0, 0, 0, 1, 1])
+    groups_of_two = (abs(0.2 - 0.25) + abs(0.2 - 0.25) + abs(0.9 - 1)) / 3
+    assert ece_adaptive(c, y, bins=3) == pytest.approx(groups_of_two)
+    assert ece_adaptive(c[::-1], y[::-1], bins=3) == pytest.approx(groups_of_two)
+    assert ece_adaptive(c[1:], y[1:], bins=3) == pytest.approx(
+        (abs(0.2 - 0) + abs((0.2 + 0.9) / 2 - (0 + 1) / 2) + abs(0.9 - 1)) / 3
+    )
+
+
 def test_debiasing_takes_the_bias_of_a_calibrated_model() -> None:
     generator = np.random.default_rng(0)
     plain, debiased = [], []
