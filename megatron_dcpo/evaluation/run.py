@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_MINUTES = 24 * 60  # for which a rank waits for the slowest one
 TESTS_FILE = "tests.jsonl.gz"  # next to samples.jsonl: needed to judge programs again
 # judging options that settings.json names only if they differ from the defaults
-_JUDGED_BY = ("test_seconds", "program_seconds", "memory_mb", "graded", "threshold")
+_JUDGED_BY = ("test_seconds", "program_seconds", "memory_mb", "graded")
 
 
 def run_evaluation(

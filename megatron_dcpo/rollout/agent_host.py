@@ -68,6 +68,7 @@ def main() -> None:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     _ignore_stops()
+    _ask_the_policy_without_a_proxy()
     module, _, name = options.load.partition(":")
     explained: Callable[[BaseException], str] = _in_words
     try:
@@ -194,7 +195,6 @@ class Host:
                 OPENAI_BASE_URL=order["base_url"],
                 OPENAI_API_KEY=order["api_key"],
             )
-            _ask_the_policy_without_a_proxy()
             _seed(order["problem"]["seed"])
             word = json.dumps({"value": self.work.run(order)}, default=_as_number).encode()
             if len(word) > MOST_BYTES:
@@ -261,7 +261,9 @@ def _has_ended(pid: int) -> bool:
 
 
 def _ask_the_policy_without_a_proxy() -> None:
-    """Add this machine to the hosts that are asked without a proxy."""
+    """Add this machine to the hosts that are asked without a proxy, before a client is made that
+    sessions share.
+    """
     others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     hosts = f"{others},127.0.0.1,localhost" if others else "127.0.0.1,localhost"
     if others != "*":  # which stands for all of them

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.plugins import load_object, raised
+from megatron_dcpo.runtime.plugins import check_signature, load_object, raised
 
 OPTION = "rollout.agent"
 _TAIL_BYTES = 1 << 20  # of what a command prints
@@ -58,6 +58,7 @@ def explained(error: BaseException) -> str:
 def load_agent(path: str) -> Callable[[dict[str, Any]], object]:
     """Return what a session of the function at ``path`` runs. Raises :class:`UserError`."""
     function = load_object(path, OPTION)
+    check_signature(function, path, OPTION, "problem", "client")
     client = _shared_client()
     return lambda order: run_function(function, client, order)
 

@@ -201,9 +201,6 @@ def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() ->
     assert settings_of(load_evaluation(server), "m", today())["api"] == "chat"
     slower = load_evaluation({"run_dir": "r", "judging.test_seconds": 30})
     assert settings_of(slower, "m", today())["test_seconds"] == 30
-    # of the verdict of an agent or an environment, whatever the verifier of other problems is
-    lower = load_evaluation({"run_dir": "r", "judging.threshold": 0.5})
-    assert settings_of(lower, "m", today())["threshold"] == 0.5
 
 
 def test_a_tag_is_read_in_logs_of_others_and_not_in_samples_of_ours(

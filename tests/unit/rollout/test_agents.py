@@ -16,7 +16,14 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import EngineError, SamplingConfig
-from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, check_error_rate, verdict_of
+from megatron_dcpo.rollout.agents import (
+    AgentHost,
+    AgentOptions,
+    AgentRollout,
+    HostProgram,
+    check_error_rate,
+    verdict_of,
+)
 from megatron_dcpo.types import Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
 
@@ -236,10 +243,11 @@ def test_a_session_ends_with_its_process_whatever_that_has_forked(agents: AgentR
     assert one.verdict == {"score": 0.5}
 
 
-def test_sessions_draw_other_numbers_each_and_the_same_again(agents: AgentRollout) -> None:
-    first, second = (sampled(agents, "draws", times=3) for _ in range(2))
+def test_sessions_draw_other_numbers_each_and_the_same_again(tmp_path: Path) -> None:
+    with rollout(agent=write(tmp_path, AGENT)) as made:
+        first, second = (sampled(made, "draws", times=3) for _ in range(2))
     drawn = [one.verdict["drawn"] for one in first.values() if one.verdict]
-    assert len(set(drawn)) == 3
+    assert len(set(drawn)) == len(first) == 3
     assert all(second[key].verdict == one.verdict for key, one in first.items())
 
 
@@ -305,15 +313,20 @@ def test_the_policy_is_asked_for_its_confidence(tmp_path: Path) -> None:
 def test_hosts_that_are_asked_without_a_proxy_stay_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the policy is, whatever proxy the others have."""
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("NO_PROXY", "tools.example")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with rollout(agent=write(tmp_path, AGENT)) as made:
         (one,) = sampled(made, "asks").values()
     assert one.verdict is not None
     assert {"tools.example", "127.0.0.1"} <= set(one.verdict["directly"].split(","))
 
 
-@pytest.mark.parametrize("text", ["def other(): pass", "import no_such_module", "1 / 0", "("])
+@pytest.mark.parametrize(
+    "text",
+    ["def other(): pass", "import no_such_module", "1 / 0", "(", "run = 3", "def run(problem): 1"],
+)
 def test_an_agent_that_cannot_be_loaded_ends_the_run_at_its_start(
     tmp_path: Path, text: str
 ) -> None:
@@ -340,6 +353,27 @@ def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None
         got = sampled(made, "waits")
         thread.join()
         assert got["waits", 0].failure
+
+
+def test_a_process_that_has_said_its_last_starts_no_session() -> None:
+    """One that fails closes its output long before it has ended: a session given to it would never
+    be heard of.
+    """
+    says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
+    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says), ()), 5.0, 64)
+    first = host._process
+    time.sleep(0.5)
+    number = host.start({}, "", "")
+    deadline = time.monotonic() + 20
+    outcomes = host.outcomes()
+    while not outcomes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        outcomes = host.outcomes()
+    assert [one for one, _ in outcomes] == [number]
+    assert "error" in outcomes[0][1]
+    assert first.poll() is not None
+    host.close()
 
 
 # -------------------------------------------------------------------------------------- commands
