@@ -68,6 +68,7 @@ def main() -> None:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     _ignore_stops()
+    _ask_the_policy_without_a_proxy()
     module, _, name = options.load.partition(":")
     explained: Callable[[BaseException], str] = _in_words
     try:
@@ -122,12 +123,18 @@ class Host:
                     is_open = self._take_orders()
                 elif key.fd in self.running:  # it may just have been ended
                     self._read(self.running[key.fd])
-            now = time.monotonic()
-            for session in list(self.running.values()):
-                if session.deadline < now and not session.killed:
-                    self._kill(session, f"it took more than {self.seconds:g} seconds")
+            self._look()
         for session in list(self.running.values()):
             self._kill(session, "the run ends")
+
+    def _look(self) -> None:
+        """End the sessions whose process has ended, and those that are out of time."""
+        now = time.monotonic()
+        for session in list(self.running.values()):
+            if _has_ended(session.pid):
+                self._read(session)
+            elif session.deadline < now:
+                self._kill(session, f"it took more than {self.seconds:g} seconds")
 
     def _pause(self) -> float:
         soonest = min((one.deadline for one in self.running.values()), default=None)
@@ -153,12 +160,13 @@ class Host:
         return True
 
     def _start(self, order: dict[str, Any]) -> None:
-        reader, writer = os.pipe()
+        ends: tuple[int, ...] = ()
         try:
+            ends = reader, writer = os.pipe()
             pid = os.fork()
         except OSError as error:
-            os.close(reader)
-            os.close(writer)
+            for end in ends:
+                os.close(end)
             _say(self.results, {"id": order["id"], "error": f"no process: {error.strerror}"})
             return
         if pid == 0:
@@ -186,11 +194,9 @@ class Host:
             os.environ.update(
                 OPENAI_BASE_URL=order["base_url"],
                 OPENAI_API_KEY=order["api_key"],
-                NO_PROXY="127.0.0.1,localhost",
-                no_proxy="127.0.0.1,localhost",
             )
-            random.seed(order["problem"]["seed"])
-            word = json.dumps({"value": self.work.run(order)}).encode()
+            _seed(order["problem"]["seed"])
+            word = json.dumps({"value": self.work.run(order)}, default=_as_number).encode()
             if len(word) > MOST_BYTES:
                 word = json.dumps({"error": f"it returned more than {MOST_BYTES} bytes"}).encode()
         except BaseException as error:
@@ -202,14 +208,18 @@ class Host:
         os._exit(0)
 
     def _read(self, session: _AgentProcess) -> None:
-        try:
-            said = os.read(session.pipe, 1 << 16)
-        except BlockingIOError:
-            return
-        session.said += said
-        if said and len(session.said) <= MOST_BYTES:
-            return
-        self._end(session)
+        """Take what a session says; end it if its process has ended, or if it says too much."""
+        # not told by the end of the pipe alone: what the process has forked holds the pipe as well
+        is_over = _has_ended(session.pid)
+        with contextlib.suppress(BlockingIOError):
+            while len(session.said) <= MOST_BYTES:
+                said = os.read(session.pipe, 1 << 16)
+                session.said += said
+                if not said:
+                    break
+            is_over = True
+        if is_over:
+            self._end(session)
 
     def _kill(self, session: _AgentProcess, why: str) -> None:
         session.killed = why
@@ -233,12 +243,48 @@ class Host:
 def _result_of(session: _AgentProcess, status: int) -> dict[str, Any]:
     if session.killed:
         return {"error": session.killed}
-    try:
+    result = None
+    with contextlib.suppress(ValueError, RecursionError):
         result = json.loads(session.said)
-    except ValueError:
-        ended = f"signal {status & 127}" if status & 127 else f"status {status >> 8}"
-        return {"error": f"its process ended with {ended} and no result"}
-    return dict(result)
+    if isinstance(result, dict):
+        return result
+    ended = f"signal {status & 127}" if status & 127 else f"status {status >> 8}"
+    return {"error": f"its process ended with {ended} and no result"}
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a child has ended, which is not reaped, so that its group is still its own."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # what was loaded has the children reaped
+        return True
+
+
+def _ask_the_policy_without_a_proxy() -> None:
+    """Add this machine to the hosts that are asked without a proxy, before a client is made that
+    sessions share.
+    """
+    others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    hosts = f"{others},127.0.0.1,localhost" if others else "127.0.0.1,localhost"
+    if others != "*":  # which stands for all of them
+        os.environ.update(NO_PROXY=hosts, no_proxy=hosts)
+
+
+def _seed(seed: int) -> None:
+    """Seed ``random``, and NumPy's global generator if what runs has it: forked processes would
+    all draw the same numbers.
+    """
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _as_number(value: Any) -> object:  # noqa: ANN401
+    """Return a scalar of NumPy or torch as JSON has it."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be returned")
 
 
 def _limit_memory(memory: int) -> None:

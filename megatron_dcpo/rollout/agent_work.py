@@ -18,10 +18,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.plugins import load_object, raised
+from megatron_dcpo.runtime.plugins import check_signature, load_object, raised
 
 OPTION = "rollout.agent"
-_TAIL_BYTES = 1 << 16  # of what a command prints
+_TAIL_BYTES = 1 << 20  # of what a command prints
+_LOOK_SECONDS = 0.5
 _SHOWN = 300
 _PROBLEM = "DCPO_PROBLEM"
 _WARM_UP_SECONDS = 10.0
@@ -57,6 +58,7 @@ def explained(error: BaseException) -> str:
 def load_agent(path: str) -> Callable[[dict[str, Any]], object]:
     """Return what a session of the function at ``path`` runs. Raises :class:`UserError`."""
     function = load_object(path, OPTION)
+    check_signature(function, path, OPTION, "problem", "client")
     client = _shared_client()
     return lambda order: run_function(function, client, order)
 
@@ -159,22 +161,24 @@ def run_command(command: list[str], order: dict[str, Any]) -> object:
             ended = f"signal {-process.returncode}"
         words = " ".join(errors.decode(errors="replace").split())[-_SHOWN:]
         raise AgentError(f"it ended with {ended}: {words}")
-    lines = output.decode(errors="replace").strip().splitlines()
+    lines = output.strip().splitlines()  # of bytes: a text in JSON may hold Unicode's line ends
     if not lines:
         return None
     try:
-        value = json.loads(lines[-1])
+        value = json.loads(lines[-1].decode(errors="replace"))
     except ValueError:
         return None
     return value if isinstance(value, dict) and "score" in value else None
 
 
 def _communicate(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, bytes]:
-    """Give a process its input; return the ends of what it prints on both its outputs."""
+    """Give a process its input; return the ends of what it prints on both its outputs, until it
+    has ended: what it has started may hold them open.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    tails = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+    tails = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     rest = memoryview(text)
     with selectors.DefaultSelector() as selector:
         for stream in (process.stdout, process.stderr):
@@ -182,7 +186,11 @@ def _communicate(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, 
         selector.register(process.stdin, selectors.EVENT_WRITE)
         os.set_blocking(process.stdin.fileno(), False)
         while selector.get_map():
-            for key, _ in selector.select():
+            has_ended = process.poll() is not None
+            ready = selector.select(0.0 if has_ended else _LOOK_SECONDS)
+            if has_ended and not ready:
+                break
+            for key, _ in ready:
                 if key.fileobj is process.stdin:
                     try:
                         rest = rest[os.write(key.fd, rest[:4096]) :]
@@ -193,9 +201,12 @@ def _communicate(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, 
                         process.stdin.close()
                     continue
                 printed = os.read(key.fd, 1 << 16)
-                tails[key.fd] = (tails[key.fd] + printed)[-_TAIL_BYTES:]
+                tail = tails[key.fd]
+                tail += printed
+                if len(tail) > 2 * _TAIL_BYTES:
+                    del tail[:-_TAIL_BYTES]
                 if not printed:
                     selector.unregister(key.fileobj)
     process.wait()
-    output, errors = tails.values()
+    output, errors = (bytes(tail[-_TAIL_BYTES:]) for tail in tails.values())
     return output, errors

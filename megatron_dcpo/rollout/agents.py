@@ -403,18 +403,26 @@ class AgentHost:
         self.woken: Callable[[], None] = lambda: None
         self._outcomes: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self._live: set[int] = set()
+        self._is_over = False  # the process has said its last; it may take long to end
         self._lock = threading.Lock()
         self._process = self._started()
 
     def start(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> int:
         """Start an agent; return the number under which its outcome comes."""
-        if self._process.poll() is not None:
-            self._process = self._started()
         number = next(_NUMBERS)
-        with self._lock:
-            self._live.add(number)
+        while not self._is_told(number):
+            self._process.kill()
+            self._process.wait()
+            self._process = self._started()
         self._say({"id": number, "problem": problem, "base_url": base_url, "api_key": api_key})
         return number
+
+    def _is_told(self, number: int) -> bool:
+        """Return whether the outcome of a session will come: not from a process that is over."""
+        with self._lock:
+            if not self._is_over:
+                self._live.add(number)
+            return not self._is_over
 
     def kill(self, number: int) -> None:
         """End an agent."""
@@ -471,6 +479,7 @@ class AgentHost:
             if program.name in why:
                 raise UserError(why)
             raise UserError(f"{program.name}: {why}")
+        self._is_over = False
         threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
         return process
 
@@ -484,6 +493,7 @@ class AgentHost:
             self._outcomes.put((word.pop("id"), word))
             self.woken()
         with self._lock:
+            self._is_over = True
             lost, self._live = self._live, set()
         for number in lost:
             self._outcomes.put((number, {"error": "the process that starts agents has ended"}))

@@ -57,20 +57,23 @@ class CallGivenUp(Exception):
 
 @dataclass(eq=False)
 class _Pending:
-    """A request under way, with those that repeat it: ``turns`` once it was committed."""
+    """A request under way, with those that repeat it: ``turns`` once it was committed. Its client
+    may have left before its answer.
+    """
 
     request: DoorRequest
     planned: Planned
     responses: asyncio.Future[list[Response]]
     turns: list[Turn] = field(default_factory=list)
+    client_left: bool = False
 
 
 @dataclass(eq=False)
 class _Guest:
-    """A session at the door, and its requests by their digest."""
+    """A session at the door, and its requests by their digest: equal ones in their order."""
 
     session: Session
-    asked: dict[bytes, _Pending] = field(default_factory=dict)
+    asked: dict[bytes, list[_Pending]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)  # of calls that the engine has
 
 
@@ -202,7 +205,11 @@ class Door:
         except (MessageError, ValueError) as error:
             raise CallRefused(400, "invalid_request_error", f"{error}") from None
         asked = self._asked(guest, request, content, headers)
-        await _or_client_leaves(asked.responses, receive)
+        try:
+            await _or_client_leaves(asked.responses, receive)
+        except ClientLeftError:
+            asked.client_left = True
+            raise
         turns = self._committed(guest, asked)
         reply = reply_body(turns, request, self.chat, self.model)
         if request.streams:
@@ -221,12 +228,17 @@ class Door:
     def _asked(
         self, guest: _Guest, request: DoorRequest, content: bytes, headers: Mapping[str, str]
     ) -> _Pending:
-        """Return a request that is under way: a new one, or the one that a retry repeats."""
+        """Return a request that is under way: a new one, or the one that a retry repeats, which of
+        several equal ones is one whose client has left.
+        """
         name = headers.get("idempotency-key", "")
         retries = name or headers.get("x-stainless-retry-count", "0") not in ("", "0")
         digest = hashlib.blake2b(name.encode() + b"\0" + content, digest_size=16).digest()
-        if retries and digest in guest.asked:
-            return guest.asked[digest]
+        equal = guest.asked.get(digest, [])
+        if retries and equal:
+            repeated = next((one for one in reversed(equal) if one.client_left), equal[-1])
+            repeated.client_left = False
+            return repeated
         arrivals = self.arrivals
         if arrivals is None:
             raise CallRefused(503, "weights_change", "the policy gets new weights; ask again")
@@ -237,7 +249,7 @@ class Door:
         self._waiting.update(zip(planned.names, futures, strict=True))
         asked = _Pending(request, planned, asyncio.ensure_future(_all(futures)))
         asked.responses.add_done_callback(_retrieved)
-        guest.asked[digest] = asked
+        guest.asked.setdefault(digest, []).append(asked)
         arrivals.put(*(self._call(guest, planned, one) for one in planned.names))
         return asked
 

@@ -144,7 +144,7 @@ class Session:
     used: int = 0  # tokens behind the first prompt: what was said, and what was told
     retokenized: int = 0
     ignored: int = 0
-    is_out_of_budget: bool = False  # a call was refused because of it
+    is_out_of_budget: bool = False  # the last call was refused because of it
     _seen: Counter[bytes] = field(default_factory=Counter)
     _confidence: Turn | None = None
 
@@ -170,6 +170,7 @@ class Session:
         if parent is not None:
             written = len(prompt_ids) - len(parent.planned.prompt_ids) - kept
         max_tokens = self._room(asked, len(prompt_ids), written)
+        self.is_out_of_budget = False  # an agent may have made its history shorter
         self.calls += asked.choices
         self.retokenized += again
         self.ignored += asked.ignored

@@ -139,6 +139,7 @@ class VllmEngine(Engine):
         engine = self.llm.llm_engine
         calls: dict[str, Call] = {}  # by the names of vLLM's requests
         number = 0
+        self._told.clear()  # the names of an earlier rollout come again
         with _errors_of_generation(), preserve_process_state():
             try:
                 while not (arrivals.is_over and not calls):

@@ -16,12 +16,20 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import EngineError, SamplingConfig
-from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, check_error_rate, verdict_of
+from megatron_dcpo.rollout.agents import (
+    AgentHost,
+    AgentOptions,
+    AgentRollout,
+    HostProgram,
+    check_error_rate,
+    verdict_of,
+)
 from megatron_dcpo.types import Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
 
 AGENT = """
-import asyncio, os, subprocess, sys, time
+import asyncio, contextlib, os, subprocess, sys, time
+import numpy, numpy.random
 import openai
 
 async def ask(client, text="What is 6 x 7?", **options):
@@ -40,6 +48,15 @@ async def scores(problem, client):
 
 async def logs(problem, client):
     return {"score": 1, "steps": 3}
+
+async def scalars(problem, client):
+    return {"score": numpy.float32(0.25), "steps": numpy.int64(3)}
+
+async def draws(problem, client):
+    return {"score": 1, "drawn": float(numpy.random.random())}
+
+async def asks(problem, client):
+    return {"score": 1, "directly": os.environ["no_proxy"]}
 
 async def told(problem, client):
     assert problem["answer"] == "42" and problem["messages"] and problem["prompt"]
@@ -63,6 +80,18 @@ async def forks(problem, client):
     words = [sys.executable, "-c", "import time; time.sleep(1000)", problem["row"]["mark"]]
     subprocess.Popen(words)
     return None
+
+async def leaves(problem, client):
+    if os.fork() == 0:
+        time.sleep(1000)
+    return 0.5
+
+async def strays(problem, client):
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("pipe:"):
+                os.write(int(name), b"5")
+    os._exit(0)
 
 async def eats(problem, client):
     return len(bytearray(1 << 30))
@@ -146,14 +175,15 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRollout]:
 
 
 def test_what_agents_return_are_verdicts(agents: AgentRollout) -> None:
-    got = sampled(agents, "nothing", "scores", "logs", "told", times=2)
-    assert len(got) == 8
+    got = sampled(agents, "nothing", "scores", "logs", "scalars", "told", times=2)
+    assert len(got) == 10
     assert all(one.failure is None for one in got.values())
-    verdicts = {name: got[name, 0].verdict for name in ("nothing", "scores", "logs")}
+    verdicts = {name: got[name, 0].verdict for name in ("nothing", "scores", "logs", "scalars")}
     assert verdicts == {
         "nothing": None,
         "scores": {"score": 0.25},
         "logs": {"score": 1.0, "steps": 3},
+        "scalars": {"score": 0.25, "steps": 3},
     }
     told = [got["told", index].verdict for index in range(2)]
     assert all(each is not None for each in told)
@@ -168,7 +198,7 @@ def test_what_agents_return_are_verdicts(agents: AgentRollout) -> None:
 
 def test_one_that_fails_is_left_out_and_the_others_go_on(agents: AgentRollout) -> None:
     """Nothing that fails is a wrong answer."""
-    failing = ("crashes", "exits", "hangs", "waits", "eats", "wrong", "large")
+    failing = ("crashes", "exits", "hangs", "waits", "eats", "wrong", "large", "strays")
     got = sampled(agents, *failing, "scores")
     for name in failing:
         one = got[name, 0]
@@ -206,6 +236,19 @@ def test_what_an_agent_has_started_ends_with_it(agents: AgentRollout) -> None:
     while _is_running(mark):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_session_ends_with_its_process_whatever_that_has_forked(agents: AgentRollout) -> None:
+    (one,) = sampled(agents, "leaves").values()
+    assert one.verdict == {"score": 0.5}
+
+
+def test_sessions_draw_other_numbers_each_and_the_same_again(tmp_path: Path) -> None:
+    with rollout(agent=write(tmp_path, AGENT)) as made:
+        first, second = (sampled(made, "draws", times=3) for _ in range(2))
+    drawn = [one.verdict["drawn"] for one in first.values() if one.verdict]
+    assert len(set(drawn)) == len(first) == 3
+    assert all(second[key].verdict == one.verdict for key, one in first.items())
 
 
 def _is_running(mark: str) -> bool:
@@ -267,7 +310,23 @@ def test_the_policy_is_asked_for_its_confidence(tmp_path: Path) -> None:
     assert got["scores", 1].verdict == {"score": 0.25}
 
 
-@pytest.mark.parametrize("text", ["def other(): pass", "import no_such_module", "1 / 0", "("])
+def test_hosts_that_are_asked_without_a_proxy_stay_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the policy is, whatever proxy the others have."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "tools.example")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with rollout(agent=write(tmp_path, AGENT)) as made:
+        (one,) = sampled(made, "asks").values()
+    assert one.verdict is not None
+    assert {"tools.example", "127.0.0.1"} <= set(one.verdict["directly"].split(","))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["def other(): pass", "import no_such_module", "1 / 0", "(", "run = 3", "def run(problem): 1"],
+)
 def test_an_agent_that_cannot_be_loaded_ends_the_run_at_its_start(
     tmp_path: Path, text: str
 ) -> None:
@@ -296,9 +355,30 @@ def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None
         assert got["waits", 0].failure
 
 
+def test_a_process_that_has_said_its_last_starts_no_session() -> None:
+    """One that fails closes its output long before it has ended: a session given to it would never
+    be heard of.
+    """
+    says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
+    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says), ()), 5.0, 64)
+    first = host._process
+    time.sleep(0.5)
+    number = host.start({}, "", "")
+    deadline = time.monotonic() + 20
+    outcomes = host.outcomes()
+    while not outcomes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        outcomes = host.outcomes()
+    assert [one for one, _ in outcomes] == [number]
+    assert "error" in outcomes[0][1]
+    assert first.poll() is not None
+    host.close()
+
+
 # -------------------------------------------------------------------------------------- commands
 COMMAND = """
-import json, os, sys, urllib.request
+import json, os, subprocess, sys, urllib.request
 
 problem = json.load(sys.stdin)
 assert problem == json.loads(os.environ["DCPO_PROBLEM"])
@@ -312,6 +392,11 @@ reply = json.load(urllib.request.urlopen(request))
 does = problem["row"]["does"]
 if does == "scores":
     print("some words\\n" + json.dumps({"score": 0.5, "words": 2}))
+elif does == "shows":
+    print(json.dumps({"score": 0.5, "text": "a\u2028b" + "x" * 100_000}, ensure_ascii=False))
+elif does == "leaves":
+    subprocess.Popen(["sleep", "1000"])
+    print(json.dumps({"score": 0.5}))
 elif does == "nothing":
     print(42)
 elif does == "fails":
@@ -335,6 +420,15 @@ def test_a_plain_program_is_an_agent(tmp_path: Path) -> None:
     assert "no tool" in str(got["fails", 0].failure)
     assert got["loops", 0].failure
     assert np.mean([one.failure is None for one in got.values()]) == 0.6
+
+
+def test_the_verdict_of_a_program_is_its_whole_last_line_once_it_has_ended(tmp_path: Path) -> None:
+    """Whatever stands in it, however long it is, and whatever the program has started."""
+    write(tmp_path, COMMAND, "program.py")
+    with rollout(command=f"{sys.executable} {tmp_path / 'program.py'}", seconds=20.0) as made:
+        got = sampled(made, "shows", "leaves")
+    scores = [one.verdict and one.verdict["score"] for one in got.values()]
+    assert scores == [0.5, 0.5]
 
 
 def test_a_program_that_is_not_there_fails_by_name(tmp_path: Path) -> None:

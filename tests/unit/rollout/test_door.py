@@ -283,6 +283,27 @@ def test_a_retry_joins_the_request_that_it_repeats(running: Running) -> None:
     assert len(session.turns) == 3
 
 
+def test_retries_of_equal_requests_repeat_one_each(running: Running) -> None:
+    """Two samples of one prompt stay two, also where both have timed out."""
+    session, key = running.session()
+    body = {"model": "x", "messages": [QUESTION]}
+    path = f"/s/{key}/v1/chat/completions"
+    running.engine.is_stuck = True
+    host = running.door.url.removeprefix("http://")
+    clients = [http.client.HTTPConnection(host, timeout=20) for _ in range(2)]
+    for number, client in enumerate(clients, start=1):
+        client.request("POST", path, json.dumps(body))
+        while session.calls < number:
+            time.sleep(0.01)
+    for client in clients:
+        client.close()
+    time.sleep(0.1)
+    running.engine.is_stuck = False
+    again = {"x-stainless-retry-count": "1"}
+    replies = [running.post(path, body, again)[1]["id"] for _ in range(2)]
+    assert len(set(replies)) == len(session.turns) == session.calls == 2
+
+
 def test_the_end_of_a_session_gives_up_its_calls(running: Running) -> None:
     """Case 8: the engine is told, the client gets a 409."""
     session, key = running.session()

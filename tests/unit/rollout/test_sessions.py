@@ -402,6 +402,17 @@ def test_calls_beside_each_other_cannot_take_more_than_the_session_has() -> None
     assert len(one.response().token_ids) == 8
 
 
+def test_an_answer_after_a_refusal_is_whole() -> None:
+    """An agent that is told that its history is too long may go on with a shorter one."""
+    one = session(CHATML, sequence_tokens=200)
+    with pytest.raises(CallRefused):
+        one.plan(AskedCall(messages=read_messages([{"role": "user", "content": "x" * 400}])))
+    assert one.is_out_of_budget
+    call(one, [QUESTION], "It is 42.")
+    assert not one.is_out_of_budget
+    assert one.response().finish_reason == "stop"
+
+
 def test_a_session_that_is_over_takes_nothing() -> None:
     """Case 8."""
     one = session()

@@ -125,6 +125,25 @@ def test_a_call_that_ends_at_a_text_is_cut_and_withdrawn(engine: Any) -> None:
     assert engine._told == {}
 
 
+def test_a_call_is_told_every_token_whatever_an_earlier_rollout_was_told(engine: Any) -> None:
+    """Requests of two rollouts have the same names. The first one ended before its text came."""
+    lengths = []
+    for at in (99, 3):
+        told: list[int] = []
+
+        def ends(token: int, told: list[int] = told, at: int = at) -> bool:
+            told.append(token)
+            return len(told) == at
+
+        arrivals = Arrivals()
+        arrivals.put(call("a", 5, 9, ends=ends))
+        for together in engine.serve(arrivals, SamplingConfig()):
+            if together:
+                lengths.append(len(together[0].token_ids))
+                arrivals.close()
+    assert lengths == [9, 3]
+
+
 def test_a_call_that_is_given_up_is_withdrawn(engine: Any) -> None:
     arrivals = Arrivals()
     arrivals.put(call("a", 5, 9), call("b", 6, 4))
