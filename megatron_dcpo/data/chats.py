@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ def _message(entry: Mapping[Any, Any], where: str) -> Message:
         role, content = entry["from"], entry.get("value")
     if not isinstance(role, str) or not role:
         raise _no_message(entry, where)
-    role = _ROLES.get(role, role)
+    role = _ROLES.get(role.lower(), role.lower())
     if role == "function_call":
         raise UserError(
             f"{where}: a message of the role function_call is not read; give the call as "
@@ -285,7 +286,7 @@ def weight_in(value: object, what: str) -> float:
     """
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         value = value.strip().lower() == "true"
-    if not isinstance(value, bool | int | float) or not 0 <= value < float("inf"):
+    if not isinstance(value, bool | int | float) or not 0 <= value <= sys.float_info.max:
         raise UserError(f"{what} is true, false or a number from 0 on, not {value!r:.60}")
     return float(value)
 
