@@ -300,11 +300,14 @@ def _parsed(text: str) -> Any:  # noqa: ANN401 - a value of any shape
     for _ in range(2):  # JSON text of JSON text
         if not isinstance(text, str) or text.strip()[:1] not in ("[", "{", "(", '"'):
             return text
-        text = _parsed_once(text)
+        text = parsed_text(text)
     return text
 
 
-def _parsed_once(text: str) -> Any:  # noqa: ANN401 - a value of any shape
+def parsed_text(text: str) -> Any:  # noqa: ANN401 - a value of any shape
+    """Return the value in JSON text, or the list or the object in Python's repr of one; any other
+    text as it is.
+    """
     try:
         return parse_json(text)
     except ValueError:
