@@ -386,6 +386,19 @@ def test_the_first_token_of_a_raw_prompt_is_there_once() -> None:
         prompts.render(tokenizer, (message,), "chat")
 
 
+def test_a_raw_prompt_has_no_end_token_that_its_text_does_not_have() -> None:
+    """A tokenizer with add_eos_token: true adds one."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(None)
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    _, ids = prompts.render(tokenizer, (USER,), "raw")
+    assert tokenizer.decode(ids) == "2+2?"
+
+
 # ---------------------------------------------------------------------------------------------- RL
 def prompt_of(tmp_path: Path, row: dict[str, Any], **other: Any) -> str:
     path = tmp_path / "rl.jsonl"
