@@ -1,5 +1,5 @@
 """The answer of a row in the forms of public data sets: a text, a number, a list of texts of which
-each is right, an object that holds one of these, or any of them as JSON text.
+each is right, an object that holds one of these, or any of them as JSON text or Python's repr.
 
 What has another form is refused by name, because the text of a Python object is the answer to no
 question.
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import NamedTuple
 
+from megatron_dcpo.data.chats import parsed_text
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.text import parse_json
 
 # Keys of an object that hold the answer, and other keys that do not change it, in lower case
 # and without underscores.
@@ -41,7 +41,7 @@ _AROUND = re.compile(
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 FORMS = (
     "a text, a number, a list of texts, an object with one of them as target, answer, "
-    "ground_truth or value (and aliases), or one of these as JSON text"
+    "ground_truth or value (and aliases), or one of these as JSON text or Python's repr"
 )
 
 
@@ -105,16 +105,14 @@ def is_structured(raw: object) -> bool:
 
 
 def parsed(raw: object) -> object:
-    """Return the list of texts or the object in a JSON text, any other value as it is.
+    """Return the list of texts or the object in JSON text or in Python's repr of it (a table of
+    CSV), any other value as it is.
 
     ``[1, 2]`` and ``{1, 2}`` stay texts: they are mathematics.
     """
     if not isinstance(raw, str) or raw.strip()[:1] not in ("[", "{"):
         return raw
-    try:
-        value = parse_json(raw)
-    except ValueError:
-        return raw
+    value = parsed_text(raw)
     is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
     return value if (is_list and value) or (isinstance(value, dict) and value) else raw
 

@@ -381,7 +381,8 @@ def split_end(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> t
 def opened_in_prompt(prompt: str, response: str) -> int:
     """Return how many characters of a response the end of its prompt already has: the opening of
     the thinking, which DeepSeek-R1's template writes. Raises :class:`PromptError` if the prompt has
-    ended the thinking and the response thinks again.
+    ended the thinking and the response thinks again, and if the response does not end a thinking
+    that it or the prompt has opened.
     """
     before = prompt.rstrip()
     for opening, end in THINKING:
@@ -391,7 +392,14 @@ def opened_in_prompt(prompt: str, response: str) -> int:
                 "data.thinking=on (or auto) makes prompts whose answer begins with thinking"
             )
         behind = response.lstrip().removeprefix(opening)
-        if before.endswith(opening) and behind != response.lstrip():
+        begins = behind != response.lstrip()
+        if (begins or before.endswith(opening)) and end not in response:
+            raise PromptError(
+                f"{'the response' if begins else 'the prompt'} opens the thinking with {opening}, "
+                f"and the response does not end it: no answer would be learned; remove the row, or "
+                f"write {end} before its answer"
+            )
+        if before.endswith(opening) and begins:
             behind = behind.removeprefix(prompt[len(before) :])
             return len(response) - len(behind)
     return 0

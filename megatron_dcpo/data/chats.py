@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ def _message(entry: Mapping[Any, Any], where: str) -> Message:
         role, content = entry["from"], entry.get("value")
     if not isinstance(role, str) or not role:
         raise _no_message(entry, where)
-    role = _ROLES.get(role, role)
+    role = _ROLES.get(role.lower(), role.lower())
     if role == "function_call":
         raise UserError(
             f"{where}: a message of the role function_call is not read; give the call as "
@@ -285,7 +286,7 @@ def weight_in(value: object, what: str) -> float:
     """
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         value = value.strip().lower() == "true"
-    if not isinstance(value, bool | int | float) or not 0 <= value < float("inf"):
+    if not isinstance(value, bool | int | float) or not 0 <= value <= sys.float_info.max:
         raise UserError(f"{what} is true, false or a number from 0 on, not {value!r:.60}")
     return float(value)
 
@@ -299,11 +300,14 @@ def _parsed(text: str) -> Any:  # noqa: ANN401 - a value of any shape
     for _ in range(2):  # JSON text of JSON text
         if not isinstance(text, str) or text.strip()[:1] not in ("[", "{", "(", '"'):
             return text
-        text = _parsed_once(text)
+        text = parsed_text(text)
     return text
 
 
-def _parsed_once(text: str) -> Any:  # noqa: ANN401 - a value of any shape
+def parsed_text(text: str) -> Any:  # noqa: ANN401 - a value of any shape
+    """Return the value in JSON text, or the list or the object in Python's repr of one; any other
+    text as it is.
+    """
     try:
         return parse_json(text)
     except ValueError:

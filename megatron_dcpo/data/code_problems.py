@@ -210,8 +210,7 @@ def _native(row: Row) -> CodeProblem:
     """Return the problem of a row with a statement and tests in one of :data:`TEST_COLUMNS`."""
     column = next(name for name in TEST_COLUMNS if row.get(name))
     tests = tests_of(row[column], row)
-    statements = [row[name] for name in _STATEMENTS if name in row]
-    statement = _last_text(statements[0])
+    statement = _last_text(_statement(row))
     if tests.get("kind") == "function":
         statement = _with_starter(statement, row)
     return _stated(statement, tests)
@@ -232,7 +231,12 @@ def _last_text(statement: object) -> str:
 def _has_tests(row: Row) -> bool:
     """Return whether a row has a statement, and tests that are not those of another language."""
     has_column = any(row.get(name) for name in TEST_COLUMNS)
-    return has_column and any(name in row for name in _STATEMENTS)
+    return has_column and _statement(row) is not None
+
+
+def _statement(row: Row) -> object:
+    """Return the statement of a row in the first column that has one; None if there is none."""
+    return next((row[name] for name in _STATEMENTS if row.get(name)), None)
 
 
 def _asserts_for_answer(row: Row) -> list[str] | None:
@@ -256,9 +260,8 @@ def _asserts_for_answer(row: Row) -> list[str] | None:
 
 
 def _with_asserts(row: Row) -> CodeProblem:
-    statement = next(row[name] for name in _STATEMENTS if name in row)
     tests = {"kind": "asserts", "asserts": _asserts_for_answer(row)}
-    return CodeProblem(_last_text(statement), tests)
+    return CodeProblem(_last_text(_statement(row)), tests)
 
 
 def _stated(statement: str, tests: Tests) -> CodeProblem:
@@ -477,7 +480,7 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
     (lambda row: "verification_info" in row, _verification_info),
     (_has_tests, _native),
     (
-        lambda row: any(name in row for name in _STATEMENTS) and bool(_asserts_for_answer(row)),
+        lambda row: _statement(row) is not None and bool(_asserts_for_answer(row)),
         _with_asserts,
     ),
     (lambda row: "prompt" in row and _verl_ground_truth(row) is not None, _verl),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -392,7 +393,9 @@ def load_records(
         rows = enumerate(gym_rows(str(path_or_name)))
     else:
         found = enumerate(read_rows(path_or_name))
-        rows = _renamed(found, columns, str(path_or_name), must_have=not held_out)
+        rows = _renamed(
+            found, columns, str(path_or_name), must_have=not held_out, keep_columns=keep_columns
+        )
     name = task or task_name(path_or_name)
     passage = columns.get("context")
     records, left_out, dropped = split_usable_rows(
@@ -436,12 +439,17 @@ def _environment_records(path: str, task: str | None, held_out: bool) -> list[Re
 
 
 def _renamed(
-    rows: Iterable[tuple[int, Row]], columns: Mapping[str, str], source: str, must_have: bool
+    rows: Iterable[tuple[int, Row]],
+    columns: Mapping[str, str],
+    source: str,
+    must_have: bool,
+    keep_columns: bool,
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows with their columns under our names too. A name with dots is a field of an
-    object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
-    Rows without a named column are refused if they ``must_have`` it; else they stay as they are,
-    and a line says so.
+    object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``,
+    and for those of other columns, which are left out unless all columns are to be kept. Rows
+    without a named column are refused if they ``must_have`` it; else they stay as they are, and a
+    line says so.
     """
     left_out = {ours for ours, theirs in columns.items() if not theirs}
     left_out |= set(SYSTEMS) if "system" in left_out else set()
@@ -469,6 +477,8 @@ def _renamed(
         kept = {name: value for name, value in row.items() if name not in left_out}
         if "answer" in values:
             kept.pop("reward_model", None)
+            if not keep_columns:
+                kept = {name: kept[name] for name in kept if name not in ANSWER_COLUMNS}
         yield index, {**kept, **values}
 
 
@@ -649,18 +659,17 @@ def to_record(
             form=question.form,
         )
     problem = _first_column(row, PROBLEM_COLUMNS)
-    reward_model = row.get("reward_model")
-    has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
-    answer_column = _first_column(row, ANSWER_COLUMNS)
-    if problem is None or (answer_column is None and not has_ground_truth and not keep_columns):
+    keys = _keys_of(row)
+    if problem is None or not (keys or keep_columns):
         raise _without_column(row, where, "problem" if problem is None else "answer")
-    raw = reward_model["ground_truth"] if has_ground_truth else row.get(answer_column)  # type: ignore[index, arg-type]
+    raw = next(iter(keys.values()), None)
     messages = _as_messages(row[problem], where)
     is_aime = "aime" in name.lower() or "aime_number" in row
     if keep_columns:
         answer = _shown(raw, is_aime)
         kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
         return Record(name, index, messages, answer, kind=kind_of_row(row), row=kept)
+    _check_one_key(keys, is_aime, where)
     if not is_structured(raw):
         answer_of(raw, where)  # refuses what is no text and no number
         answer = final_answer(raw, integer=is_aime)
@@ -673,10 +682,39 @@ def to_record(
     if found.texts and all(map(is_no_answer, found.texts)):
         raise NoAnswer(found.texts[0])
     if not found.texts:
-        raise UserError(f"{where}: the answer has no text and no alias that is one")
+        return None
     shown = final_answer(found.texts[0], integer=is_aime)
     read = None if found.column is None else {"answer": found.column}
     return Record(name, index, messages, shown, kind=kind_of_row(row), row=read)
+
+
+def _keys_of(row: Row) -> dict[str, object]:
+    """Return what a row may have as its answer, by column: what ``reward_model`` says, or else the
+    columns that say something; a column that says nothing if there is no other one.
+    """
+    reward_model = row.get("reward_model")
+    keys = {name: row[name] for name in ANSWER_COLUMNS if name in row}
+    full = {name: key for name, key in keys.items() if not is_empty(key)}
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        truth = reward_model["ground_truth"]
+        if not (is_empty(truth) and full):
+            return {"reward_model.ground_truth": truth}
+    return full or keys
+
+
+def _check_one_key(keys: Mapping[str, object], integer: bool, where: str) -> None:
+    """Raise :class:`UserError` if columns hold different answers."""
+    texts = {
+        name: final_answer(key, integer=integer)
+        for name, key in keys.items()
+        if not is_structured(key)
+    }
+    for first, other in itertools.pairwise(texts):
+        if texts[first] != texts[other]:
+            raise UserError(
+                f"{where} has two answers, {texts[first]!r:.40} in {first} and "
+                f"{texts[other]!r:.40} in {other}; name one, data.columns={{answer: {first}}}"
+            )
 
 
 def _without_column(row: Row, where: str, missing: str) -> UserError:
@@ -763,7 +801,10 @@ def final_answer(raw: object, integer: bool = False) -> str:
 
 
 def _first_column(row: Row, names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in row), None)
+    """Return the first column that says something, or else the first that the row has."""
+    present = [name for name in names if name in row]
+    full = [name for name in present if not is_empty(row[name])]
+    return next(iter(full or present), None)
 
 
 def _as_messages(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_dcpo.data.answers import last_box
+from megatron_dcpo.data.chat_template import THINKING
 from megatron_dcpo.data.chats import (
     CHAT_COLUMNS,
     REASONING,
@@ -47,6 +49,8 @@ RESPONSES = ("response", "completion", "answer", "output", "solution")
 # our names in data.columns, besides messages, prompt and response
 BESIDE = ("weight", "spans", "system", "history", "context", "tools", "reasoning", "label")
 _REASONS = "name it by data.columns={reasoning: NAME}, or leave it out by {reasoning: ''}"
+# what a column says of whether a model reasons (Nemotron), which is not what it reasons
+_SWITCHES = ("on", "off", "true", "false", "yes", "no")
 _OTHER = "name the response by data.columns={response: NAME}"
 KEYS = RowKeys(
     what="column",
@@ -118,6 +122,7 @@ class RowReader:
         self._unread = Unread(source)
         self._chats = ChatReader(source, self._unread)
         self._short_answers: Counter[str] = Counter()
+        self._responses: Counter[str] = Counter()  # rows by the column of their response
         self._used: set[str] = set()  # columns of the row that is being read
 
     def read(self, row: Row, number: int) -> Conversation:
@@ -158,8 +163,18 @@ class RowReader:
         )
 
     def report(self) -> None:
-        """Say once what was not read, and which of two columns was."""
+        """Say once what was not read, which of two columns was, and whether rows have their
+        responses in different ones.
+        """
         self._unread.report()
+        if len(self._responses) > 1:
+            counts = [f"{name} ({count} rows)" for name, count in self._responses.items()]
+            logger.warning(
+                "%s: responses are in different columns: %s; data.columns={response: NAME} takes "
+                "one",
+                self._source,
+                ", ".join(counts),
+            )
         for names, count in self._short_answers.items():
             logger.warning("%s: %d rows have %s", self._source, count, names)
 
@@ -187,6 +202,7 @@ class RowReader:
                 )
         assert prompt is not None
         assert response is not None
+        self._responses[response.name] += 1
         asked = self._turns(prompt, "user", number, where)
         answered = self._turns(response, "assistant", number, where)
         both = Chat((*asked.messages, *answered.messages), (*asked.weights, *answered.weights))
@@ -276,18 +292,30 @@ class RowReader:
                 self._unread.count(KEYS.what, name, number)
 
     def _reasoned(self, last: Message, row: Row, where: str) -> Message:
-        """Return the response with the reasoning that another column holds."""
+        """Return the response with the reasoning that another column holds. Raises
+        :class:`UserError` if there is reasoning twice.
+        """
         named = self._columns.get("reasoning")
         names = REASONING if named is None else (named,)
         for name in names:
             value = row.get(name) if name else None
             if is_empty(value):
                 continue
-            if not isinstance(value, str):
-                raise UserError(f"{where}: {name} is a text, not {value!r:.60}")
+            if not isinstance(value, str) or value.strip().lower() in _SWITCHES:
+                raise UserError(
+                    f"{where}: {name} is the text of the reasoning, not {value!r:.60}; leave it "
+                    "out by data.columns={reasoning: ''}"
+                )
             if any(key in last for key in REASONING):
                 raise UserError(f"{where} has reasoning in {name} and in its message; remove one")
-            return {**last, "reasoning_content": value}
+            last = {**last, "reasoning_content": value}
+            break
+        thinks = any(end in last["content"] for _, end in THINKING)
+        if thinks and any(key in last for key in REASONING):
+            raise UserError(
+                f"{where} has reasoning beside a response whose text thinks already; remove one, "
+                "data.columns={reasoning: ''} leaves out the column"
+            )
         return last
 
     def _weight(self, row: Row, where: str) -> float:
@@ -379,7 +407,7 @@ def _is_answer_of(short: str, worked: str) -> bool:
 
 def _weight(value: object, where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < float("inf"):  # type: ignore[operator]
+    if not is_number or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         raise UserError(f"{where}: a weight is a number from 0 on, not {value!r:.60}")
     return float(value)  # type: ignore[arg-type]
 

@@ -241,6 +241,9 @@ def _read_csv(path: Path) -> Iterator[Row]:
         lines = csv.reader(iter(lambda: file.readline(LONGEST), ""), strict=True)
         try:
             names = [name.removeprefix("\ufeff") for name in next(lines, [])]
+            for name in names:
+                if names.count(name) > 1:
+                    raise UserError(f"{path}: two columns are called {name!r:.60}; rename one")
             for values in lines:
                 if values and len(values) != len(names):
                     columns = f"{len(values)} values for {len(names)} columns"

@@ -93,9 +93,10 @@ class Mixture:
 
 def curriculum(prompts: Sequence[Prompt], column: str, source: str) -> np.ndarray:
     """Return the rank of each prompt by its ``column``, int64 [N]; equal values have the same rank.
-    Raises :class:`UserError` if a row lacks the column, or if numbers and texts are mixed.
+    Texts that are all numbers, as a table of CSV has them, are ordered as numbers. Raises
+    :class:`UserError` if a row lacks the column, or if numbers and texts are mixed.
     """
-    values = [(prompt.row or {}).get(column) for prompt in prompts]
+    values = _numbers([(prompt.row or {}).get(column) for prompt in prompts])
     all_numbers = all(isinstance(value, int | float) for value in values)
     all_texts = all(isinstance(value, str) for value in values)
     if not all_numbers and not all_texts:
@@ -109,6 +110,16 @@ def curriculum(prompts: Sequence[Prompt], column: str, source: str) -> np.ndarra
             f"row; {prompts[odd].prompt_id} has {values[odd]!r:.60}"
         )
     return np.unique(np.array(values), return_inverse=True)[1]
+
+
+def _numbers(values: list[object]) -> list[object]:
+    """Return texts that are all numbers as these, any other values as they are."""
+    if not all(isinstance(value, str) for value in values):
+        return values
+    try:
+        return [float(str(value)) for value in values]
+    except ValueError:
+        return values
 
 
 def extended_fingerprint(

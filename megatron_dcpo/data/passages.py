@@ -73,12 +73,16 @@ def passage_text(value: object, column: str, where: str) -> str:
 
 def with_passage(messages: Messages, passage: str, behind: bool = False) -> Messages:
     """Return the messages with the passage before the problem, which is the last of them, and an
-    empty line between; or ``behind`` it, in a new line. Unchanged if there is none, or if a message
-    shows it already.
+    empty line between; or ``behind`` it, in a new line. Unchanged if there is none, and if a
+    message shows it already: one that is put behind, which may be a single word, at its end.
     """
-    if any(_words(passage) in _words(message["content"]) for message in messages):
-        return messages
     *before, last = messages
+    shown = _words(passage)
+    is_shown = any(shown in _words(message["content"]) for message in messages)
+    if behind:
+        is_shown = f" {_words(last['content'])}".endswith(f" {shown}")
+    if is_shown:
+        return messages
     content = f"{passage}\n\n{last['content']}"
     if behind:
         content = f"{last['content']}\n{passage}"

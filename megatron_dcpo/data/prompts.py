@@ -161,6 +161,17 @@ def bare_problem(text: str) -> str:
     )
 
 
+def without_box_request(problem: str) -> str:
+    """Return the problem without the sentence at its end that asks for a box, as verl's files have
+    it.
+    """
+    request = _ASKS_FOR_BOX.search(problem.rstrip())
+    if request is None:
+        return problem
+    start = max(problem.rfind(mark, 0, request.start()) for mark in ".?!\n") + 1
+    return problem[:start].rstrip() or problem
+
+
 def ask(
     messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
 ) -> tuple[Message, ...]:
@@ -252,11 +263,16 @@ def _encode_raw(
             f"only a chat template writes {keys[0]}; use another data.template than raw, or remove "
             "it"
         )
-    token_ids = list(tokenizer.encode(plain_text(messages)))
+    text = plain_text(messages)
+    token_ids = list(tokenizer.encode(text))
     first = getattr(tokenizer, "bos_token_id", None)
     # the text brings the first token that the tokenizer adds
     if first is not None and token_ids[:2] == [first, first]:
         token_ids = token_ids[1:]
+    last = getattr(tokenizer, "eos_token_id", None)
+    # the response goes on behind the text: a tokenizer with add_eos_token would end it
+    if token_ids[-1:] == [last] and not text.endswith(str(tokenizer.eos_token)):
+        token_ids = token_ids[:-1]
     return token_ids
 
 

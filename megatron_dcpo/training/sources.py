@@ -16,6 +16,7 @@ from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
 from megatron_dcpo.data.environments import check_rollouts
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
+from megatron_dcpo.data.prompts import without_box_request
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import (
     check_answers,
@@ -80,7 +81,8 @@ def load_sources(
 
 def trained_problems(sources: Sequence[LoadedSource], held_out: Iterable[Prompt]) -> str:
     """Return what to say of held-out problems that are in the training data, "" if there are none.
-    Two texts are one problem if they differ in case and white space only.
+    Two texts are one problem if they differ in case and white space only, and in a sentence at the
+    end that asks for a box.
     """
     trained = {_plain(prompt) for source in sources for prompt in source.prompts}
     problems: Counter[str] = Counter()
@@ -95,7 +97,8 @@ def trained_problems(sources: Sequence[LoadedSource], held_out: Iterable[Prompt]
 
 
 def _plain(prompt: Prompt) -> str:
-    return " ".join((prompt.problem or prompt.messages[-1]["content"]).casefold().split())
+    problem = without_box_request(prompt.problem or prompt.messages[-1]["content"])
+    return " ".join(problem.casefold().split())
 
 
 def _prompt_options(

@@ -64,6 +64,15 @@ def test_stdin_in_every_spelling(tests: object) -> None:
     )
 
 
+def test_a_statement_is_in_the_column_that_has_one() -> None:
+    found = code_problem({"problem": None, "question": "Add.", "tests": ["assert add(1, 1) == 2"]})
+    assert found is not None
+    assert found.statement == "Add."
+    found = code_problem({"problem": "", "prompt": "Add.", "answer": "assert add(1, 1) == 2"})
+    assert found is not None
+    assert found.statement == "Add."
+
+
 def test_stdin_statement_says_where_input_comes_from_once() -> None:
     for problem in ("Add.", "Add. Read standard input, write standard output."):
         found = code_problem({"problem": problem, "tests": STDIN})

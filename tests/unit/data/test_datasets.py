@@ -144,6 +144,34 @@ def test_plain_columns(tmp_path: Path, column: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {"problem": None, "question": "1+1?", "answer": None, "final_answer": "2"},
+        {"question": "1+1?", "answer": "", "ground_truth": 2.0},
+        {"problem": "1+1?", "answer": "2", "reward_model": {"ground_truth": None, "style": "rule"}},
+        {"problem": "1+1?", "answer": "Two.", "reward_model": {"ground_truth": "2"}},
+        {"problem": "1+1?", "answer": "1 and 1\n#### 2", "final_answer": 2, "ground_truth": [3]},
+    ],
+)
+def test_a_column_that_says_something_is_read(tmp_path: Path, row: dict[str, object]) -> None:
+    """Rows of several sets in one table have the columns of all of them."""
+    (record,) = load_records(write(tmp_path / "toy.jsonl", [row]))
+    assert (record.problem, record.answer) == ("1+1?", "2")
+
+
+def test_two_answers_are_refused_until_one_is_named(tmp_path: Path) -> None:
+    row = {"problem": "1+1?", "answer": "I think \\boxed{3}", "ground_truth": "2"}
+    path = write(tmp_path / "toy.jsonl", [row])
+    with pytest.raises(UserError, match=r"row 1 .*answer.*ground_truth.*data\.columns"):
+        load_records(path)
+    named = [load_records(path, columns={"answer": name})[0].answer for name in list(row)[1:]]
+    assert named == ["3", "2"]
+    (kept,) = load_records(path, keep_columns=True, columns={"answer": "answer"})
+    assert kept.row is not None
+    assert kept.row["ground_truth"] == "2"
+
+
+@pytest.mark.parametrize(
     ("raw", "integer", "expected"),
     [
         ("reasoning\n#### 1,234,567", False, "1234567"),
@@ -205,11 +233,12 @@ def test_long_prompts_are_dropped_and_counted(
         load_prompts(path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=3))
 
 
+@pytest.mark.parametrize("empty", [None, [], [None], ""])
 def test_rows_without_an_answer_are_dropped_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, empty: object
 ) -> None:
     path = write(
-        tmp_path / "t.jsonl", [{"problem": "a", "answer": None}, {"problem": "b", "answer": "1"}]
+        tmp_path / "t.jsonl", [{"problem": "a", "answer": empty}, {"problem": "b", "answer": "1"}]
     )
     with caplog.at_level(logging.WARNING):
         assert [r.prompt_id for r in load_records(path)] == ["t/1"]
@@ -256,6 +285,7 @@ REFUSED: dict[str, tuple[str, str | bytes, list[str]]] = {
     "an array of numbers": ("a.jsonl", "[1]", ["a.jsonl", "element 1", "int"]),
     "another kind of file": ("a.tsv", "x", ["a.tsv", ".jsonl", ".parquet"]),
     "parquet that is none": ("a.parquet", "PAR1", ["a.parquet"]),
+    "two columns of one name": ("a.csv", "problem,answer,answer\na,1,2\n", ["a.csv", "answer"]),
     "UTF-16": ("a.jsonl", b"\xff\xfe\x00", ["a.jsonl", "UTF-8"]),
     "Latin-1": ("a.jsonl", "é".encode("latin-1"), ["a.jsonl", "UTF-8"]),
     "gzip that is cut": ("a.jsonl", b"\x1f\x8b\x08\x00", ["a.jsonl", "UTF-8"]),

@@ -98,6 +98,19 @@ def shown(*messages: tuple[str, str]) -> str:
         ({"instruction": "Say.", "input": "", "output": "4"}, shown(("user", "Say."))),
         ({"context": "A", **PAIR}, shown(("user", "A\n\n2+2?"))),
         ({"Context": "A", **PAIR}, shown(("user", "A\n\n2+2?"))),
+        # Alpaca's input is no part of its instruction, which may hold the same word
+        (
+            {"instruction": "Add 2 to it.", "input": "2", "output": "4"},
+            shown(("user", "Add 2 to it.\n2")),
+        ),
+        (
+            {"instruction": "Add 2 to it.\n2", "input": "2", "output": "4"},
+            shown(("user", "Add 2 to it.\n2")),
+        ),
+        (
+            {"messages": [{"role": "System", "content": "S"}, {**USER, "role": "User"}, ANSWER]},
+            shown(("system", "S"), ("user", "2+2?")),
+        ),
         ({"system": "S", **PAIR}, shown(("system", "S"), ("user", "2+2?"))),
         ({"System_Prompt": "S", **PAIR}, shown(("system", "S"), ("user", "2+2?"))),
         ({"system": "S", "messages": [USER, ANSWER]}, shown(("system", "S"), ("user", "2+2?"))),
@@ -159,6 +172,17 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
         ({"messages": [USER, {**ANSWER, "learn": False}]}, "learn"),
         ({"messages": [USER, {**ANSWER, "thought": "Two and two."}]}, "thought"),
         ({"messages": [{**USER, "image_url": "x.png"}, ANSWER]}, "image_url"),
+        # Nemotron's column, which says whether the response thinks
+        ({**PAIR, "reasoning": "on"}, "reasoning"),
+        ({"messages": [USER, ANSWER], "reasoning": "Off"}, "reasoning"),
+        ({**PAIR, "response": "<think>\n2\n</think>\n\n4", "thinking": "2"}, "reasoning"),
+        (
+            {"messages": [USER, {**ANSWER, "content": "2</think>4", "reasoning_content": "2"}]},
+            "reasoning",
+        ),
+        ({**PAIR, "response": "<think>\n2 and 2"}, "</think>"),
+        ({**PAIR, "weight": 10**400}, "weight"),
+        ({"messages": [USER, {**ANSWER, "weight": 10**400}]}, "weight"),
     ],
 )
 def test_what_is_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:
@@ -194,6 +218,17 @@ def test_the_worked_solution_is_the_response(
     assert any("answer" in message and "1 rows" in message for message in caplog.messages)
     (short,) = load(tmp_path, row, columns={"response": "answer"})
     assert texts(short)[1] == "4<|im_end|>"
+
+
+def test_responses_of_different_columns_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in DeepScaleR, where some rows have an empty solution."""
+    rows = ({"problem": "2+2?", "solution": text, "answer": "4"} for text in ("It is 4.", "", ""))
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, *rows)
+    (line,) = (message for message in caplog.messages if "response: NAME" in message)
+    assert "solution (1 rows), answer (2 rows)" in line
 
 
 def test_other_columns_are_said_once_with_a_count(
@@ -264,6 +299,16 @@ def test_the_opening_of_the_thinking_stands_once(tmp_path: Path, response: str) 
     assert texts(one)[0].endswith("<|im_start|>assistant\n<think>\n")
     assert texts(one)[1] == "Two and two.\n</think>\n\n4<|im_end|>"
     assert [weight for weight in one.weights if weight != 1] == [3, 3]
+
+
+@pytest.mark.parametrize("response", ["4", "<think>\nTwo and two."])
+def test_a_thinking_that_is_not_ended_is_refused(tmp_path: Path, response: str) -> None:
+    row = {**PAIR, "response": response}
+    with pytest.raises(UserError, match=r"row 1\b.*</think>"):
+        load(tmp_path, row, tokenizer=tokenizer_with(OPENS))
+    row["response"] = "</think>\n\n4"
+    (one,) = load(tmp_path, row, tokenizer=tokenizer_with(OPENS))
+    assert texts(one)[1] == "</think>\n\n4<|im_end|>"
 
 
 def test_reasoning_of_an_earlier_turn_is_the_templates_to_leave_out(tmp_path: Path) -> None:
@@ -339,6 +384,19 @@ def test_the_first_token_of_a_raw_prompt_is_there_once() -> None:
     assert ids.count(first) == 1
     with pytest.raises(prompts.PromptError):
         prompts.render(tokenizer, (message,), "chat")
+
+
+def test_a_raw_prompt_has_no_end_token_that_its_text_does_not_have() -> None:
+    """A tokenizer with add_eos_token: true adds one."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(None)
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    _, ids = prompts.render(tokenizer, (USER,), "raw")
+    assert tokenizer.decode(ids) == "2+2?"
 
 
 # ---------------------------------------------------------------------------------------------- RL

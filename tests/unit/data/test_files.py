@@ -303,6 +303,11 @@ def test_held_out_problems_in_the_training_data_are_counted() -> None:
     held_out = [prompt("1+1?"), prompt("2+\n2?"), prompt("3+3?"), prompt("4+4?", "other")]
     assert "2 of mine's 3" in trained_problems(trained, held_out)
     assert trained_problems(trained, held_out[2:]) == ""
+    # verl's files ask for the box in the problem, benchmarks do not
+    asked = "One and two. 3+3? Let's think and output the final answer within \\boxed{}."
+    trained = [LoadedSource("a", "a.jsonl", [prompt(asked), prompt("\\boxed{}")], 1.0, None)]
+    held_out = [prompt("One and two. 3+3?"), prompt("One and two."), prompt("5+5?")]
+    assert "1 of mine's 3" in trained_problems(trained, held_out)
 
 
 def test_steps_of_supervised_training_go_on_through_further_passes() -> None:

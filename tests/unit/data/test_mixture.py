@@ -85,6 +85,11 @@ def test_a_curriculum_goes_up_and_shuffles_equal_ones() -> None:
     assert [p.prompt_id for p in plain][:4] == ["a/1@0", "a/3@0", "a/6@0", "a/7@0"]
 
 
+def test_numbers_of_a_table_are_ordered_as_numbers() -> None:
+    assert curriculum(prompts("a", ["10", "9", "9.5"]), "level", "a.csv").tolist() == [2, 0, 1]
+    assert curriculum(prompts("a", ["10", "9", "x"]), "level", "a.csv").tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("values", [[1, "two"], [1, None], [None, None], ["a", 2]])
 def test_a_column_that_cannot_be_sorted_is_one_line(values: list[object]) -> None:
     with pytest.raises(

@@ -368,7 +368,7 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
         (
             {"problem": "?", "answer": []},
             ("judging.verifier=exact",),
-            r"row 1: the answer has no text",
+            r"rows\.jsonl: no problem with an answer",
         ),
         (MMLU, ("judging.verifier=choice", "judging.graded=true"), r"judging\.graded.*f1"),
         (MMLU, ("judging.verifier=choise",), "did you mean 'choice'|did you mean choice"),
