@@ -31,10 +31,13 @@ TEMPLATE_KEYS = (*REASONING, "tool_calls", "function_call", "name", "tool_call_i
 # whether a message is to be trained: Axolotl, ms-swift, OpenAI, verl
 WEIGHT_KEYS = ("train", "loss", "weight", "loss_mask", "trainable", "training")
 _WEIGHT = "say train: false, or weight: 0, of a turn that is not to be trained"
+# why a text ends, and what stands there if it was cut off (OpenAI, Anthropic, Gemini)
+ENDINGS = ("finish_reason", "stop_reason")
+_CUT_OFF = ("length", "max_tokens")
 MESSAGE_KEYS = RowKeys(
     what="key of a message",
-    read=frozenset({"role", "content", "from", "value", *TEMPLATE_KEYS, *WEIGHT_KEYS}),
-    harmless=frozenset({"turn", "finish_reason", "stop_reason", "logprobs", "usage", "end_turn"}),
+    read=frozenset({"role", "content", "from", "value", *TEMPLATE_KEYS, *WEIGHT_KEYS, *ENDINGS}),
+    harmless=frozenset({"turn", "logprobs", "usage", "end_turn"}),
     refused={
         **dict.fromkeys(
             ("mask", "masked", "ignore", "learn", "no_loss", "train_on_turn", "train_on_input"),
@@ -109,7 +112,20 @@ class ChatReader:
             self._unread.take(entry, MESSAGE_KEYS, number)
             messages.append(_message(entry, where))
             weights.append(_own_weight(entry, where))
+        if weights[-1] != 0:
+            check_complete(entries[-1], where)
         return Chat(tuple(messages), tuple(weights))
+
+
+def check_complete(record: object, where: str) -> None:
+    """Raise :class:`UserError` if a message, or the row of a response, says that its text was cut
+    off: an end would be taught that the text does not have.
+    """
+    if not isinstance(record, Mapping):
+        return
+    for key in ENDINGS:
+        if str(record.get(key)).lower() in _CUT_OFF:
+            raise UserError(f"{where}: {key} is {record[key]!r}, so it was cut off; remove the row")
 
 
 def chat_in(value: object) -> Sequence[object] | None:

@@ -18,6 +18,7 @@ from megatron_dcpo.data.answers import last_box
 from megatron_dcpo.data.chat_template import THINKING
 from megatron_dcpo.data.chats import (
     CHAT_COLUMNS,
+    ENDINGS,
     REASONING,
     SYSTEMS,
     Chat,
@@ -25,6 +26,7 @@ from megatron_dcpo.data.chats import (
     Message,
     Messages,
     behind_history,
+    check_complete,
     history_of,
     is_chat_text,
     tools_of,
@@ -62,6 +64,7 @@ KEYS = RowKeys(
             *("options", "choices", *"abcdefghij", *(f"op{letter}" for letter in "abcde")),
             *(key.lower() for key in KEY_COLUMNS),
             *("problem_type", "question_type", "final_answer", "expected_answer", "ground_truth"),
+            *ENDINGS,
             *("reward_model", "tests", "test_cases", "test_list", "unit_tests", "entry_point"),
         }
     ),
@@ -138,6 +141,7 @@ class RowReader:
         hidden = {name for name in self._empty_names() if name not in named}
         row = _in_lower_case(row, named)
         self._unread.take(row, KEYS, number, used=named | hidden)
+        check_complete(row, where)
         self._used = named | hidden
         messages, weight = self._messages(row, number, where)
         *before, last = messages

@@ -36,6 +36,7 @@ _SHARD = re.compile(
     r"(?P<split>.+?)[-_.](?P<number>\d+)[-_]of[-_](?P<total>\d+)"
     r"(?P<fingerprint>[-_.][0-9a-zA-Z_-]{1,80})?(?P<suffix>(?:\.[a-z]+)+)"
 )
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
 
@@ -101,6 +102,9 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
+    with open(path, "rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise UserError(f"{path} is a pointer of Git LFS; git lfs pull brings the file")
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _read_parquet(path)

@@ -31,7 +31,7 @@ from megatron_dcpo.training.preflight import (
     check_tokens,
 )
 from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
-from megatron_dcpo.training.sources import load_sources, trained_problems
+from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.weights.hf_checkpoint import HFReader
@@ -174,6 +174,9 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     overlap = trained_problems(loaded, held_out.prompts.values()) if held_out else ""
     if overlap:
         facts["held out"] = overlap
+    twice = contradictions(loaded)
+    if twice:
+        facts["answers"] = twice
     problems = sum(len(source.prompts) for source in loaded)
     warning = too_few_problems(problems, config.data.prompts_per_step)
     if warning:

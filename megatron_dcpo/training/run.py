@@ -66,6 +66,7 @@ from megatron_dcpo.training.sources import (
     LoadedSource,
     build_draw,
     build_judge,
+    contradictions,
     fingerprint_of,
     load_sources,
     trained_problems,
@@ -217,8 +218,8 @@ def read_inputs(config: Config) -> Inputs:
     held_out = load_held_out(config, tokenizer, vocabulary, date)
     check_lengths(config, arch, sources, held_out)
     overlap = trained_problems(sources, held_out.prompts.values()) if held_out else ""
-    if overlap:
-        logger.warning(overlap)
+    for line in filter(None, (overlap, contradictions(sources))):
+        logger.warning(line)
     return Inputs(
         method=method,
         tokenizer=tokenizer,

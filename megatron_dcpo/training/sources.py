@@ -96,6 +96,20 @@ def trained_problems(sources: Sequence[LoadedSource], held_out: Iterable[Prompt]
     return f"held-out problems that are in the training data: {', '.join(counts)}"
 
 
+def contradictions(sources: Sequence[LoadedSource]) -> str:
+    """Return what to say of prompts that are there more than once with different answers, "" if
+    there are none: at most one of the answers can be learned.
+    """
+    answers: dict[tuple[int, ...], set[str]] = {}
+    for source in sources:
+        for prompt in source.prompts:
+            answers.setdefault(prompt.token_ids, set()).add(prompt.ground_truth)
+    several = sum(len(found) > 1 for found in answers.values())
+    if not several:
+        return ""
+    return f"prompts that are in the training data with different answers: {several:,}"
+
+
 def _plain(prompt: Prompt) -> str:
     problem = without_box_request(prompt.problem or prompt.messages[-1]["content"])
     return " ".join(problem.casefold().split())

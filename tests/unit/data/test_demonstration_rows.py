@@ -123,6 +123,7 @@ def shown(*messages: tuple[str, str]) -> str:
             shown(("user", "2+2?")),
         ),
         ({"messages": json.dumps([USER, ANSWER])}, shown(("user", "2+2?"))),
+        ({"messages": [USER, {**ANSWER, "finish_reason": "stop"}]}, shown(("user", "2+2?"))),
         ({"messages": repr([USER, ANSWER])}, shown(("user", "2+2?"))),
         ({"prompt": repr([USER]), "completion": json.dumps([ANSWER])}, shown(("user", "2+2?"))),
         ({**PAIR, "tools": [], "image": None, "label": True}, shown(("user", "2+2?"))),
@@ -183,6 +184,8 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
         ({**PAIR, "response": "<think>\n2 and 2"}, "</think>"),
         ({**PAIR, "weight": 10**400}, "weight"),
         ({"messages": [USER, {**ANSWER, "weight": 10**400}]}, "weight"),
+        ({"messages": [USER, {**ANSWER, "finish_reason": "length"}]}, "finish_reason"),
+        ({**PAIR, "stop_reason": "max_tokens"}, "stop_reason"),
     ],
 )
 def test_what_is_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:

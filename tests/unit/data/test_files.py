@@ -20,7 +20,7 @@ from megatron_dcpo.data.files import is_here, read_rows
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import BenchmarkOptions, load_problems
-from megatron_dcpo.training.sources import load_sources, trained_problems
+from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
 from megatron_dcpo.training.supervised import with_steps
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
@@ -293,6 +293,28 @@ def test_a_json_file_of_one_object(
     rows = list(read_rows(tmp_path / "d.json"))
     assert len(rows) == count
     assert all("problem" in row for row in rows)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_pointer_of_git_lfs_is_no_data(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(UserError, match=f"{path}.*LFS"):
+        list(read_rows(path))
+
+
+def test_prompts_with_different_answers_are_counted() -> None:
+    def prompt(token: int, answer: str) -> Prompt:
+        return Prompt(f"{token}/{answer}", (), (token,), answer, "mine")
+
+    same = [prompt(1, "2"), prompt(1, "2"), prompt(2, "2")]
+    assert contradictions([LoadedSource("a", "a.jsonl", same, 1.0, None)]) == ""
+    other = [prompt(2, "3"), prompt(3, "3")]
+    sources = [
+        LoadedSource(name, name, found, 0.5, None)
+        for name, found in zip("ab", (same, other), strict=True)
+    ]
+    assert contradictions(sources).endswith(" 1")
 
 
 def test_held_out_problems_in_the_training_data_are_counted() -> None:
