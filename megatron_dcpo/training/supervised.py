@@ -418,6 +418,14 @@ def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
             count,
             len(held_out),
         )
+    per_step = config.data.examples_per_step
+    if len(examples) < per_step:
+        logger.warning(
+            "%d demonstrations are fewer than data.examples_per_step=%d: some come twice in a "
+            "step; lower it, or add demonstrations",
+            len(examples),
+            per_step,
+        )
     return SupervisedInputs(loss=loss, examples=examples, held_out=held_out)
 
 

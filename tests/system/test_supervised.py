@@ -320,6 +320,7 @@ def test_held_out_demonstrations_that_are_trained_are_counted(rows: Path, tmp_pa
     assert done.returncode == 0
     total = len(rows.read_text().splitlines())
     assert f"3 of {total}" in done.stderr
+    assert f"data.examples_per_step={PER_STEP}" in done.stderr, "more than there are"
     facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line.strip())
     assert facts["demonstrations"] == "3"
     assert facts["held_out"] == str(total)
