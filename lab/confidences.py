@@ -406,10 +406,18 @@ def _accuracy_gained(
     """
     by_problem = []
     for seed, rows in said.items():
-        after_of = dict(zip(rows["problem"], rows["correct"], strict=True))
-        before_of = dict(zip(before[seed]["problem"], before[seed]["correct"], strict=True))
-        by_problem.append([after_of[name] - before_of[name] for name in sorted(before_of)])
+        after_of = _verdicts(rows)
+        before_of = _verdicts(before[seed])
+        by_problem.append([after_of[number] - before_of[number] for number in sorted(before_of)])
     return _pooled(np.array(by_problem))
+
+
+def _verdicts(rows: Mapping[str, Any]) -> dict[int, float]:
+    """Return the verdicts by the number of the problem in its file, which ends its name; the name
+    of the test is in front of it.
+    """
+    numbers = [int(name.rsplit("/", 1)[1]) for name in rows["problem"]]
+    return dict(zip(numbers, rows["correct"], strict=True))
 
 
 def _pooled(differences: np.ndarray) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def records(seed: int, answers: int) -> bytes:
     arms = {arm: [0.5] * answers for arm in ARMS}
     arms[TAUGHT] = (0.1 + 0.8 * correct).tolist()
     row = {
-        "problem": [f"p{number}" for number in range(answers)],
+        "problem": [f"test/{number}" for number in range(answers)],
         "kind": [f"chain_sum {number % 2}" for number in range(answers)],
         "correct": correct.tolist(),
         "arms": arms,
@@ -66,6 +66,7 @@ def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) 
     files |= {f"other.seed{seed}.json": records(seed, answers=20) for seed in (1, 2)}
     for seed in (1, 2):
         said = json.loads(records(seed, answers=40))
+        said["problem"] = [f"{STUDY.said}/{number}" for number in range(40)]
         said["arms"]["stated"] = said["correct"]
         said["correct"] = [1.0] * 40
         said["arms"]["lookup"] = [0.5] * 40
