@@ -66,7 +66,7 @@ STUDY = Study(
         "stack",
         "boosted trees",
     ),
-    against=("lookup", "bar", "adapter, T = R"),
+    against=("lookup", "bar", "adapter, T = R", "probe", TAUGHT),
     seeds=(1, 2, 3),
     fitting=(
         "--decimals",
