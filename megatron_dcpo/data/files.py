@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -102,7 +102,8 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    with open(path, "rb") as file:
+    # what cannot be read is an error of the reader below
+    with suppress(OSError), open(path, "rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise UserError(f"{path} is a pointer of Git LFS; git lfs pull brings the file")
     name = path.name.removesuffix(".gz")
