@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -102,10 +102,8 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    # what cannot be read is an error of the reader below
-    with suppress(OSError), open(path, "rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise UserError(f"{path} is a pointer of Git LFS; git lfs pull brings the file")
+    if _is_lfs_pointer(path):
+        raise UserError(f"{path} is a pointer of Git LFS; git lfs pull brings the file")
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _read_parquet(path)
@@ -117,6 +115,19 @@ def _read_file(path: Path) -> Iterator[Row]:
         yield from _read_csv(path)
     else:
         raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is what Git LFS leaves in the place of one. What cannot be read is not,
+    nor is a pipe, whose content can be read only once.
+    """
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return False
 
 
 def read_json_lines(
