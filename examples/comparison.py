@@ -26,6 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dcpo.evaluation.model_files import digest_of_files, files_of
 from megatron_dcpo.evaluation.scoring import LOOKUP, headline
 
 # GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
@@ -266,10 +267,9 @@ def check_inputs(comparison: Comparison) -> None:
 
 def digest(path: Path) -> str:
     """Return a digest of a file, or of the sizes and times of a model's files."""
-    known = [path.read_bytes()] if path.is_file() else []
-    for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")):
-        known.append(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
-    return hashlib.sha256(b"\n".join(known)).hexdigest()[:8]
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return digest_of_files(files_of(str(path)))
 
 
 def run_one(comparison: Comparison, name: str) -> None:

@@ -315,9 +315,7 @@ def tables(archive: Path, page: Path, study: Study) -> dict[str, Any]:
         name.removesuffix(".json"): with_kinds(json.loads(content))
         for name, content in sorted(read_archive(archive).items())
     }
-    seeds = {
-        name.removeprefix("seed"): rows for name, rows in files.items() if name.startswith("seed")
-    }
+    seeds = _of_test(files, "seed")
     result: dict[str, Any] = {
         "seeds": list(seeds),
         "started": [rows.get("started") for rows in seeds.values()],
@@ -332,15 +330,11 @@ def tables(archive: Path, page: Path, study: Study) -> dict[str, Any]:
             arm: _minus(arm, other, seeds) for arm in study.compared if arm != other
         }
     for test in (*study.tests[1:], study.said):
-        of_test = [rows for name, rows in files.items() if name.startswith(f"{test}.")]
+        of_test = list(_of_test(files, f"{test}.seed").values())
         if of_test:
             scores = {arm: _scores(arm, of_test) for arm in of_test[0]["arms"]}
             result.setdefault("others", {})[test] = scores
-    said = {
-        name.removeprefix(f"{study.said}.seed"): rows
-        for name, rows in files.items()
-        if study.said and name.startswith(f"{study.said}.seed")
-    }
+    said = _of_test(files, f"{study.said}.seed")
     if said:
         result["said"] = {
             SAID_MINUS_LOOKUP: _minus("stated", "lookup", said),
@@ -353,6 +347,13 @@ def tables(archive: Path, page: Path, study: Study) -> dict[str, Any]:
     write_json(page / f"{study.name}.json", result)
     (page / f"{study.name}_tables.md").write_text(_page(study, result))
     return result
+
+
+def _of_test(files: Mapping[str, dict[str, Any]], begin: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a test by seed: of the files whose names are ``begin`` and the seed."""
+    return {
+        name.removeprefix(begin): rows for name, rows in files.items() if name.startswith(begin)
+    }
 
 
 def with_kinds(rows: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import ast
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, without_empty
 from megatron_dcpo.errors import UserError
@@ -81,7 +81,7 @@ _BEGINS_AS_VALUE = re.compile(r"\s*\"?\s*[\[({].*?\b(?:role|from)\b", re.DOTALL)
 
 
 class Chat(NamedTuple):
-    """Messages, and what each says of its own weight: None where it says nothing."""
+    """Messages, and the weight that each of them states: None where it states none."""
 
     messages: Messages
     weights: tuple[float | None, ...]
@@ -302,9 +302,16 @@ def weight_in(value: object, what: str) -> float:
     """
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         value = value.strip().lower() == "true"
-    if not isinstance(value, bool | int | float) or not 0 <= value <= sys.float_info.max:
+    if not is_weight(value):
         raise UserError(f"{what} is true, false or a number from 0 on, not {value!r:.60}")
     return float(value)
+
+
+def is_weight(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number from 0 on that a float can hold; true and false are 1 and
+    0.
+    """
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
 
 
 def _no_message(entry: object, where: str) -> UserError:

@@ -229,7 +229,7 @@ def _last_text(statement: object) -> str:
 
 
 def _has_tests(row: Row) -> bool:
-    """Return whether a row has a statement, and tests that are not those of another language."""
+    """Return whether a row has a statement and tests."""
     has_column = any(row.get(name) for name in TEST_COLUMNS)
     return has_column and _statement(row) is not None
 

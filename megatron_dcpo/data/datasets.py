@@ -693,17 +693,18 @@ def _keys_of(row: Row) -> dict[str, object]:
     columns that say something; a column that says nothing if there is no other one.
     """
     reward_model = row.get("reward_model")
-    keys = {name: row[name] for name in ANSWER_COLUMNS if name in row}
-    full = {name: key for name, key in keys.items() if not is_empty(key)}
+    keys = _columns_of(row, ANSWER_COLUMNS)
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         truth = reward_model["ground_truth"]
-        if not (is_empty(truth) and full):
+        if not is_empty(truth) or all(map(is_empty, keys.values())):
             return {"reward_model.ground_truth": truth}
-    return full or keys
+    return keys
 
 
 def _check_one_key(keys: Mapping[str, object], integer: bool, where: str) -> None:
     """Raise :class:`UserError` if columns hold different answers."""
+    if len(keys) < 2:
+        return
     texts = {
         name: final_answer(key, integer=integer)
         for name, key in keys.items()
@@ -802,9 +803,14 @@ def final_answer(raw: object, integer: bool = False) -> str:
 
 def _first_column(row: Row, names: Sequence[str]) -> str | None:
     """Return the first column that says something, or else the first that the row has."""
-    present = [name for name in names if name in row]
-    full = [name for name in present if not is_empty(row[name])]
-    return next(iter(full or present), None)
+    return next(iter(_columns_of(row, names)), None)
+
+
+def _columns_of(row: Row, names: Sequence[str]) -> dict[str, object]:
+    """Return the columns of these names that say something, or else all that the row has."""
+    present = {name: row[name] for name in names if name in row}
+    full = {name: value for name, value in present.items() if not is_empty(value)}
+    return full or present
 
 
 def _as_messages(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from megatron_dcpo.data.chats import (
     check_complete,
     history_of,
     is_chat_text,
+    is_weight,
     tools_of,
     weight_in,
     with_system,
@@ -410,10 +410,9 @@ def _is_answer_of(short: str, worked: str) -> bool:
 
 
 def _weight(value: object, where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
+    if isinstance(value, bool) or not is_weight(value):
         raise UserError(f"{where}: a weight is a number from 0 on, not {value!r:.60}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _spans(value: object, length: int, where: str) -> tuple[tuple[int, int, float], ...]:

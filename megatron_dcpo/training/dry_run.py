@@ -32,7 +32,7 @@ from megatron_dcpo.training.preflight import (
 )
 from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
 from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
-from megatron_dcpo.training.warnings import too_few_problems
+from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
@@ -178,7 +178,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     if twice:
         facts["answers"] = twice
     problems = sum(len(source.prompts) for source in loaded)
-    warning = too_few_problems(problems, config.data.prompts_per_step)
+    warning = too_few(problems, "problems", "data.prompts_per_step", config.data.prompts_per_step)
     if warning:
         facts["warning"] = warning
     return facts

@@ -74,7 +74,7 @@ from megatron_dcpo.training.sources import (
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
-from megatron_dcpo.training.warnings import too_few_problems
+from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Judgement, Response
 from megatron_dcpo.weights.reshard import plan_for
@@ -246,7 +246,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 
 def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
     problems = sum(len(source.prompts) for source in sources)
-    text = too_few_problems(problems, config.data.prompts_per_step)
+    text = too_few(problems, "problems", "data.prompts_per_step", config.data.prompts_per_step)
     if text:
         logger.warning("%s: %s", ", ".join(source.path for source in sources), text)
 

@@ -55,6 +55,7 @@ from megatron_dcpo.training.progress import time_left
 from megatron_dcpo.training.records import Records, why_refused
 from megatron_dcpo.training.run import build_optimizer, build_saver, open_topology, start_watch
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
+from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.types import TrainingSample, replaced
 
@@ -419,13 +420,9 @@ def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
             len(held_out),
         )
     per_step = config.data.examples_per_step
-    if len(examples) < per_step:
-        logger.warning(
-            "%d demonstrations are fewer than data.examples_per_step=%d: some come twice in a "
-            "step; lower it, or add demonstrations",
-            len(examples),
-            per_step,
-        )
+    warning = too_few(len(examples), "demonstrations", "data.examples_per_step", per_step)
+    if warning:
+        logger.warning("%s: %s", config.data.path, warning)
     return SupervisedInputs(loss=loss, examples=examples, held_out=held_out)
 
 

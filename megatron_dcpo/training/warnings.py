@@ -203,13 +203,15 @@ def _write(directory: Path, step: int, warnings: Mapping[str, str]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def too_few_problems(problems: int, per_step: int) -> str | None:
-    """Return a warning when a step repeats problems."""
-    if problems >= per_step:
+def too_few(count: int, what: str, option: str, per_step: int) -> str | None:
+    """Return a warning when a step, whose size is ``per_step`` by an ``option``, repeats some of
+    ``what`` there is.
+    """
+    if count >= per_step:
         return None
     return (
-        f"{problems} problems are fewer than data.prompts_per_step={per_step}: problems come twice "
-        "in a step; lower it, or add problems"
+        f"{count} {what} are fewer than {option}={per_step}: {what} come twice in a step; lower "
+        f"it, or add {what}"
     )
 
 

@@ -13,7 +13,7 @@ from megatron_dcpo.runtime.run_records import read_warnings
 from megatron_dcpo.training.warnings import (
     WATCHERS,
     new_warnings,
-    too_few_problems,
+    too_few,
     warnings_of_the_start,
 )
 
@@ -118,8 +118,9 @@ def test_a_damaged_file_of_warnings_is_read_as_far_as_it_goes(tmp_path: Path) ->
 
 
 def test_problems_fewer_than_a_step_needs() -> None:
-    assert too_few_problems(8, 8) is None
-    assert "3 problems are fewer than data.prompts_per_step=8" in str(too_few_problems(3, 8))
+    assert too_few(8, "problems", "data.prompts_per_step", 8) is None
+    warning = str(too_few(3, "problems", "data.prompts_per_step", 8))
+    assert "3 problems are fewer than data.prompts_per_step=8" in warning
 
 
 # ------------------------------------------------------------------- before the first step
