@@ -40,7 +40,7 @@ from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.config import Config
-    from megatron_dcpo.sandbox.local import CodeLimits
+    from megatron_dcpo.sandbox.limits import CodeLimits
 
     # argparse has no public name for what add_subparsers returns
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -386,7 +386,7 @@ def program_limits(args: argparse.Namespace) -> CodeLimits:
     """Return the given limits, with the defaults of ``CodeLimits`` for the others. Raises
     :class:`UserError`.
     """
-    from megatron_dcpo.sandbox.local import CodeLimits
+    from megatron_dcpo.sandbox.limits import CodeLimits
 
     flags_set = {}
     for name in ("test_seconds", "program_seconds", "memory_mb"):

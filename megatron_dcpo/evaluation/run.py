@@ -15,8 +15,7 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
-from megatron_dcpo.data import BENCHMARKS
-from megatron_dcpo.data.benchmarks import parse_specs, path_in
+from megatron_dcpo.data.benchmarks import BENCHMARKS, parse_specs, path_in
 from megatron_dcpo.data.environments import COLUMN, check_rollouts
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template

@@ -40,7 +40,7 @@ def keep_states(
     """Return the samples with the model's state behind each finished answer: that of the last
     layer, after the final norm, at the last token before the number.
     """
-    from megatron_dcpo.rollout import load_tokenizer
+    from megatron_dcpo.rollout.tokens import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir)
     opening, _ = tokens_of_numbers(tokenizer, rendered_as.marker, decimals=2)

@@ -10,7 +10,8 @@ from megatron_dcpo.data.code_problems import unpack_tests
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.runtime import cores_per_rank
-from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+from megatron_dcpo.sandbox.judge import CodePool
+from megatron_dcpo.sandbox.limits import CodeLimits
 
 # problems whose tests stay unpacked, because the responses to one problem finish at various times
 KEPT = 32

@@ -26,18 +26,14 @@ from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
-from megatron_dcpo.rollout import (
-    Engine,
-    RolloutContext,
-    Samples,
-    SamplingConfig,
-    build_local_engine,
-    load_tokenizer,
-)
 from megatron_dcpo.rollout.agents import AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
-from megatron_dcpo.rollout.vllm_host import VllmOptions
+from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.function import RolloutContext, checked_stream, load_rollout_function
+from megatron_dcpo.rollout.local_engine import build_local_engine
+from megatron_dcpo.rollout.sampling import Samples, SamplingConfig
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology
@@ -378,7 +374,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
     return build_local_engine(
         rollout.engine,
         config.model.path,
-        VllmOptions(
+        EngineOptions(
             dtype=dtype,
             head_dtype=config.model.head_dtype,
             tensor_model_parallel_size=size,

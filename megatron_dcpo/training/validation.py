@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from megatron_dcpo.config import Config
 from megatron_dcpo.evaluation.held_out import HeldOut
 from megatron_dcpo.evaluation.samples import Sample
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.agents import check_error_rate
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation

@@ -14,7 +14,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.card import write_card
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.rollout import Engine, EngineError
+from megatron_dcpo.rollout.engine import Engine, EngineError
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_failed
 from megatron_dcpo.runtime.distributed import Collectives, Topology, all_gather_objects

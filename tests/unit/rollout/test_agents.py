@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.rollout.agents import (
     AgentHost,
     AgentOptions,
@@ -24,6 +23,8 @@ from megatron_dcpo.rollout.agents import (
     check_error_rate,
     verdict_of,
 )
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
 

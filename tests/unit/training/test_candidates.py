@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_dcpo.objectives.expected_brier import expected_brier
 from megatron_dcpo.objectives.supervised import cross_entropy
 from megatron_dcpo.policy.batching import collate, sequence_length
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.training.candidates import Candidates, JudgedAnswer, TextAnswer
 from megatron_dcpo.training.confidence_adapter import reading_of
 from megatron_dcpo.training.supervised import samples_of
