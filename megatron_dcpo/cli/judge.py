@@ -122,7 +122,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.data.files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
-    from megatron_dcpo.judging.function_verifier import check_error_rate
+    from megatron_dcpo.judging.verdicts import check_error_rate
     from megatron_dcpo.judging.verifiers import verifiers
     from megatron_dcpo.types import VERIFIER_ERROR
 

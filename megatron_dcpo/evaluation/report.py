@@ -27,7 +27,7 @@ from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_a
 from megatron_dcpo.evaluation.equal_data import STEPS, TOTALS, VALUES, at_equal_data
 from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
 from megatron_dcpo.evaluation.published import Published
-from megatron_dcpo.evaluation.runs import EvaluatedRun
+from megatron_dcpo.evaluation.runs import EvaluatedRun, find_runs
 from megatron_dcpo.evaluation.scoring import (
     CONFIDENCE_KINDS,
     LOOKUP,
@@ -144,6 +144,12 @@ def write_report(
     page = encodable(render_report(runs, title, against))
     write_atomically(target, page)
     return target
+
+
+def write_report_of_run(directory: Path) -> None:
+    """Write ``report.html`` of one training into its directory."""
+    runs = find_runs([str(directory)])
+    write_report(runs, directory / "report.html", directory.absolute().name, [])
 
 
 def render_report(

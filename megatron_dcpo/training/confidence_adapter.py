@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.config.supervised import SupervisedConfig
+from megatron_dcpo.data.problem_kinds import KIND, kind_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.before_number import BeforeNumber, RenderedAs
-from megatron_dcpo.evaluation.kinds import KIND, kind_of
 from megatron_dcpo.evaluation.model_files import digest_of_files, files_of
 from megatron_dcpo.evaluation.samples import Sample, shortened
 from megatron_dcpo.objectives.expected_brier import EXPECTED_BRIER

@@ -16,15 +16,11 @@ from megatron_dcpo.cli import evaluate as cli
 from megatron_dcpo.data.benchmarks import load_benchmark
 from megatron_dcpo.data.datasets import PromptOptions, render_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.evaluate import (
-    equivalent_math,
-    evaluate_benchmark,
-    rejudge,
-    respond_at_once,
-)
+from megatron_dcpo.evaluation.evaluate import evaluate_benchmark, rejudge, respond_at_once
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
+from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.runtime import device
 from megatron_dcpo.types import Prompt, Response
