@@ -16,7 +16,6 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.choices import chosen_letter
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.questions import (
     f1,
     normalize_triviaqa,
@@ -27,6 +26,7 @@ from megatron_dcpo.judging.questions import (
 from megatron_dcpo.judging.verifiers import check_problems, verifier_for, verifiers
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.judging import judge_many
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 from tests.unit.data.test_questions import HOTPOT, MMLU, TRIVIA, lines
