@@ -93,6 +93,7 @@ _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("rollout", "agent"): _function,
     ("rollout", "command"): _each(_command),
     ("objective", "name"): _function,
+    ("training", "callback"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
     ("evaluation", "path"): _path,
     ("logging", "to"): _function,

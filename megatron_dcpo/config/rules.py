@@ -689,23 +689,6 @@ def a_filter_by_the_reasoning_needs_a_reward_for_correctness(config: Config) -> 
     return None
 
 
-@rule("train")
-def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> Problem:
-    if config.objective.weight_confidence != "balanced":
-        return None
-    if not config.training.gradient_probe_interval:
-        return (
-            "objective.weight_confidence=balanced reads the gradients of the two blocks; set "
-            "training.gradient_probe_interval (each measurement is a second backward pass)"
-        )
-    if config.model.adapter is not None:
-        return (
-            "objective.weight_confidence=balanced does not go with model.adapter, whose "
-            "gradients by block are not measured; set a number"
-        )
-    return None
-
-
 @rule("run")
 def weights_have_sixteen_bits_or_more(config: RunConfig) -> Problem:
     """The local layers ignore ``fp8`` without a word; with Transformer Engine's nothing pads a

@@ -66,8 +66,8 @@ class Stage:
 
     On the device there are, in training, ``state``, the larger of ``activations`` and the
     ``reference`` policy's forward pass, and the part of the ``engine`` that stays; in a rollout
-    there is ``resting``. On the host there are ``host_copies`` (the probe's gradients, the
-    reference policy, offloaded state) and ``saved``, the copy from which a checkpoint is written.
+    there is ``resting``. On the host there are ``host_copies`` (the reference policy,
+    offloaded state) and ``saved``, the copy from which a checkpoint is written.
     """
 
     stage: int
@@ -400,10 +400,6 @@ def _stage(
         micro_batches=micro_batches.count,
     )
     weights = state.numel * dtype_bytes(config.model.params_dtype)
-    # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
-    probe = 0
-    if config.training.gradient_probe_interval:
-        probe = 4 * state.shard_numel
     resting = state.total
     offloaded = 0
     if config.training.offload_optimizer_during_rollout:
@@ -419,7 +415,7 @@ def _stage(
         reference=reference,
         engine=engine.resident,
         resting=resting,
-        host_copies=probe + offloaded + reference,
+        host_copies=offloaded + reference,
         saved=_saved(layout, config, state, replicas),
     )
 

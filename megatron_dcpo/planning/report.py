@@ -218,7 +218,7 @@ def _other_rows(plan: Plan) -> list[_MemoryRow]:
         ),
         _MemoryRow(name="sampling", rollout=engine.sampling),
         _MemoryRow(
-            name="gradients of the probe, reference policy",
+            name="reference policy",
             training=copies,
             saving=copies,
             rollout=copies,

@@ -23,7 +23,6 @@ from megatron_dcpo.evaluation.held_out import HeldOut, load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Method, build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
-from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
 from megatron_dcpo.rollout import (
@@ -72,7 +71,7 @@ from megatron_dcpo.training.sources import (
     trained_problems,
 )
 from megatron_dcpo.training.trainer import Trainer
-from megatron_dcpo.training.updater import Reference, Updater
+from megatron_dcpo.training.updater import Callback, Reference, Updater, load_callback
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
@@ -107,6 +106,7 @@ class Inputs:
     """What a run reads before anything is allocated: all of it has been checked."""
 
     method: Method
+    callback: Callback | None
     tokenizer: PreTrainedTokenizerBase
     sources: list[LoadedSource]
     held_out: HeldOut | None
@@ -155,7 +155,7 @@ def build(config: Config) -> Iterator[Run]:
     )
     own = own_rollout(config, inputs, engine)
     rollouts = build_rollouts(config, inputs, engine, own.stream, watch, timers)
-    updater = build_updater(config, inputs.method, policy, optimizer, reference)
+    updater = build_updater(config, inputs, policy, optimizer, reference)
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
         saver=saver,
@@ -207,6 +207,7 @@ def read_inputs(config: Config) -> Inputs:
     :class:`UserError`.
     """
     method = build_method(config.objective)
+    callback = load_callback(config.training.callback)
     arch = check_model(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(config)
@@ -222,6 +223,7 @@ def read_inputs(config: Config) -> Inputs:
         logger.warning(line)
     return Inputs(
         method=method,
+        callback=callback,
         tokenizer=tokenizer,
         sources=sources,
         held_out=held_out,
@@ -325,15 +327,12 @@ def _opened(
 
 def build_updater(
     config: Config,
-    method: Method,
+    inputs: Inputs,
     policy: Policy,
     optimizer: Optimizer,
     reference: Reference | None,
 ) -> Updater:
-    """Return the updater, with a gradient probe when all parameters are trained."""
-    probe = None
-    if isinstance(optimizer, PolicyOptimizer):
-        probe = partial(probe_block_gradients, policy, optimizer.megatron)
+    """Return the updater of the policy."""
     trainer = Trainer(
         policy=policy,
         optimizer=optimizer,
@@ -343,9 +342,9 @@ def build_updater(
     )
     return Updater(
         trainer=trainer,
-        method=method,
+        method=inputs.method,
         reference=reference,
-        probe=probe,
+        callback=inputs.callback,
         config=config,
     )
 
