@@ -89,7 +89,6 @@ _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("data", "path"): _sources,
     ("data", "template"): _function,
     ("judging", "verifier"): _verifier,
-    ("rollout", "function"): _function,
     ("rollout", "agent"): _function,
     ("rollout", "command"): _each(_command),
     ("objective", "name"): _function,

@@ -218,10 +218,6 @@ REQUEST_SECONDS = 6 * 3600.0
 class RolloutConfig:
     """How responses are sampled, and how the engine gets the weights."""
 
-    function: str = ""
-    """Function of yours that makes the responses, my_rollout.py:rollout, for several turns and
-    tools (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling.
-    """
     agent: str = ""
     """Function of yours that is an agent, my_agent.py:run: it gets a problem and an OpenAI client
     of the policy, and may give a verdict (docs/agents.md); or environment: those of data.path make

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_dcpo.rollout.engine import Engine, EngineError, choose_engine
-    from megatron_dcpo.rollout.function import RolloutContext, Transcript
     from megatron_dcpo.rollout.local_engine import build_local_engine
     from megatron_dcpo.rollout.sampling import Samples, SamplingConfig
     from megatron_dcpo.rollout.tokens import load_tokenizer
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Engine",
     "EngineError",
-    "RolloutContext",
     "Samples",
     "SamplingConfig",
-    "Transcript",
     "TransformersEngine",
     "VllmOptions",
     "build_local_engine",
@@ -35,10 +32,8 @@ __all__ = [
 _MODULES = {
     "Engine": "engine",
     "EngineError": "engine",
-    "RolloutContext": "function",
     "Samples": "sampling",
     "SamplingConfig": "sampling",
-    "Transcript": "function",
     "TransformersEngine": "transformers_engine",
     "VllmOptions": "vllm_host",
     "build_local_engine": "local_engine",

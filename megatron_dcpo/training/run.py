@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config, RunConfig
@@ -25,17 +23,9 @@ from megatron_dcpo.objectives import Method, build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
-from megatron_dcpo.rollout import (
-    Engine,
-    RolloutContext,
-    Samples,
-    SamplingConfig,
-    build_local_engine,
-    load_tokenizer,
-)
+from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.agents import AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.device import capabilities
@@ -75,7 +65,7 @@ from megatron_dcpo.training.updater import Callback, Reference, Updater, load_ca
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
-from megatron_dcpo.types import Judgement, Response
+from megatron_dcpo.types import Judgement
 from megatron_dcpo.weights.reshard import plan_for
 
 logger = logging.getLogger(__name__)
@@ -153,8 +143,9 @@ def build(config: Config) -> Iterator[Run]:
         ),
         topology=topology,
     )
-    own = own_rollout(config, inputs, engine)
-    rollouts = build_rollouts(config, inputs, engine, own.stream, watch, timers)
+    agents = agent_rollout(config, inputs, engine) if config.rollout.runs_agents else None
+    stream = agents.stream if agents is not None else None
+    rollouts = build_rollouts(config, inputs, engine, stream, watch, timers)
     updater = build_updater(config, inputs, policy, optimizer, reference)
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
@@ -193,11 +184,12 @@ def build(config: Config) -> Iterator[Run]:
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
-        validator=build_validator(config, inputs, engine, own.stream, watch, timers),
+        validator=build_validator(config, inputs, engine, stream, watch, timers),
         selection=Selection(config.training.keep_best, config.training.early_stop),
     )
     with watch, ExitStack() as stack:
-        stack.callback(own.close)
+        if agents is not None:
+            stack.callback(agents.close)
         stack.push(rollouts.close)
         yield run
 
@@ -428,7 +420,7 @@ def build_rollouts(
     config: Config,
     inputs: Inputs,
     engine: Engine,
-    own: Stream | None,
+    agents: Stream | None,
     watch: Watchdog,
     timers: Timers,
 ) -> Rollouts:
@@ -445,7 +437,7 @@ def build_rollouts(
             engine=engine,
             collectives=collectives,
             watch=watch,
-            function=own,
+            agents=agents,
         ),
         judge=partial(inputs.judge, eos_ids=engine.eos_token_ids),
         method=inputs.method,
@@ -455,39 +447,6 @@ def build_rollouts(
     if not asynchronous:
         return RolloutsInTurn(sampler)
     return AsyncRollouts(sampler=sampler, timers=timers, last_step=config.training.steps)
-
-
-class OwnRollout(NamedTuple):
-    """What replaces the engine's own stream, None if nothing does, and what ends it."""
-
-    stream: Stream | None = None
-    close: Callable[[], None] = lambda: None
-
-
-def own_rollout(config: Config, inputs: Inputs, engine: Engine) -> OwnRollout:
-    """Return the user's rollout: that of agents, or the function that ``rollout.function`` names.
-    Raises :class:`UserError` if it cannot be loaded.
-    """
-    if config.rollout.runs_agents:
-        agents = agent_rollout(config, inputs, engine)
-        return OwnRollout(agents.stream, agents.close)
-    path = config.rollout.function
-    if not path:
-        return OwnRollout()
-    function = load_rollout_function(path)
-    vocab_size = read_architecture(config.model.path).vocab_size
-
-    def stream(
-        samples: Samples, sampling: SamplingConfig, step: int
-    ) -> Generator[list[Response], None, None]:
-        context = RolloutContext(
-            engine=engine, tokenizer=inputs.tokenizer, sampling=sampling, step=step
-        )
-        return checked_stream(
-            function=function, path=path, samples=samples, context=context, vocab_size=vocab_size
-        )
-
-    return OwnRollout(stream)
 
 
 def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> AgentRollout:
@@ -516,7 +475,7 @@ def build_validator(
     config: Config,
     inputs: Inputs,
     engine: Engine,
-    own: Stream | None,
+    agents: Stream | None,
     watch: Watchdog,
     timers: Timers,
 ) -> Validator | None:
@@ -527,7 +486,7 @@ def build_validator(
         engine=engine,
         collectives=Collectives(),
         watch=watch,
-        function=own,
+        agents=agents,
     )
     return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)
 
