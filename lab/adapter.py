@@ -55,7 +55,7 @@ def train(out: Path) -> None:
     for seed in AGAIN.seeds:
         directory = out / f"seed{seed}"
         note_start(directory)
-        options = (f"seed={seed}", "training.gradient_probe_interval=0")
+        options = (f"seed={seed}",)
         policy = trained("train", QUICKSTART / "grpo.yaml", directory / "grpo", options)
         for name, file, repeats in (("fit", TRAIN, 4), ("test", HELD_OUT, 8)):
             sampling = (*SAMPLING.split(), "--repeats", repeats, "--batch-size", 256)

@@ -219,10 +219,6 @@ REQUEST_SECONDS = 6 * 3600.0
 class RolloutConfig:
     """How responses are sampled, and how the engine gets the weights."""
 
-    function: str = ""
-    """Function of yours that makes the responses, my_rollout.py:rollout, for several turns and
-    tools (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling.
-    """
     agent: str = ""
     """Function of yours that is an agent, my_agent.py:run: it gets a problem and an OpenAI client
     of the policy, and may give a verdict (docs/agents.md); or environment: those of data.path make
@@ -466,9 +462,9 @@ class TrainingConfig(LoopConfig):
     """Metric of the validation, METRIC or BENCHMARK/METRIC, whose best checkpoint is kept too."""
     early_stop: NonNegative = 0
     """End when N validations in a row have not improved on keep_best (0: never)."""
-    gradient_probe_interval: NonNegative = 50
-    """Compare the gradients of accuracy and calibration in the first step and every N steps (0:
-    never).
+    callback: str = ""
+    """Function (updater, samples, step) by import path, called before every update; the numbers
+    that it returns are metrics.
     """
     profile_steps: tuple[Positive, ...] = ()
     """Steps of which the first rank leaves a trace in profile/."""
