@@ -19,6 +19,7 @@ from megatron_dcpo.runtime.text import read_json_object
 CONFIG = "config.yaml"
 RUN = "run.json"
 WARNINGS = "warnings.jsonl"
+ADAPTER = "adapter"  # the directory of the adapter that is trained
 _RECENT = 10  # steps whose median time predicts the remaining ones
 
 

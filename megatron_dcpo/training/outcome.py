@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_dcpo.evaluation.card import write_card
 from megatron_dcpo.evaluation.runs import how_to_evaluate
+from megatron_dcpo.runtime.run_records import ADAPTER
 from megatron_dcpo.training.progress import validation_line
 from megatron_dcpo.training.records import logged_rows
-from megatron_dcpo.weights.peft_adapter import DIRECTORY
 
 _STEPS = 10  # that are averaged at the begin and at the end
 # of a step's responses in RL, and of a step's tokens in supervised training
@@ -62,6 +62,6 @@ def _changes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def write_cards(run_dir: Path) -> None:
     """Write a model card beside the trained policy, and beside its adapter if it has one."""
-    for name in ("policy", DIRECTORY):
+    for name in ("policy", ADAPTER):
         if (run_dir / name).is_dir():
             write_card(run_dir, run_dir / name)

@@ -21,7 +21,6 @@ from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.training.validation import HeldOutProblems
 from megatron_dcpo.types import Prompt
-from megatron_dcpo.weights.adapter_shape import check_adaptable
 from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
@@ -82,7 +81,7 @@ def check_architecture(config: RunConfig) -> Architecture:
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
     if config.model.adapter is not None:
-        check_adaptable(arch)
+        load_part("megatron_dcpo.weights.adapter_shape:check_adaptable")(arch)
     rules.check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     return arch
 

@@ -15,14 +15,12 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config, RunConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import Method, build_method
-from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
+from megatron_dcpo.policy.optimizer import Offload, Optimizer, PolicyOptimizer, on_host
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.local_engine import build_local_engine
@@ -30,7 +28,7 @@ from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology
-from megatron_dcpo.runtime.host_memory import ledger
+from megatron_dcpo.runtime.host_memory import Movable, ledger
 from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
@@ -73,6 +71,7 @@ logger = logging.getLogger(__name__)
 
 # parts that some runs need
 _SERVER = "megatron_dcpo.rollout.vllm_server:ServerEngine"
+_ADAPTER = "megatron_dcpo.policy.adapter:build_adapter_optimizer"
 _AGENTS = "megatron_dcpo.training.agent_rollout:build_agent_rollout"
 _HELD_OUT = "megatron_dcpo.evaluation.held_out:load_held_out"
 _VALIDATOR = "megatron_dcpo.training.held_out_validator:HeldOutValidator"
@@ -297,15 +296,7 @@ def build_optimizer(config: RunConfig, policy: Policy) -> Optimizer:
     """
     if config.model.adapter is None:
         return PolicyOptimizer(policy, config)
-    adapter = Adapter(policy, config.model.adapter)
-    if adapter.shape.dropout and policy.topology.rank == 0:
-        logger.warning(
-            "%s was trained with lora_dropout=%g, which is not applied here",
-            config.model.adapter.path,
-            adapter.shape.dropout,
-        )
-    optimizer = AdapterOptimizer(adapter, config)
-    ledger.put("adapter", optimizer.nbytes)
+    optimizer: Optimizer = load_part(_ADAPTER)(config, policy)
     return optimizer
 
 
@@ -322,17 +313,16 @@ def build_reference(config: Config, optimizer: Optimizer) -> Reference:
     """Return what opens the starting policy: a frozen policy without its adapter, or else a second
     policy whose parameters wait on the host.
     """
-    if isinstance(optimizer, AdapterOptimizer):
-        return partial(_opened, optimizer.adapter.policy, optimizer.adapter.inactive)
-    policy = build_policy(config.model, config.parallel, optimizer.policy.topology, training=False)
-    return partial(_opened, policy, on_host(policy).on_device)
+    if optimizer.starting_policy is not None:
+        return optimizer.starting_policy
+    topology = optimizer.exported.topology
+    policy = build_policy(config.model, config.parallel, topology, training=False)
+    return partial(_on_device, policy, on_host(policy))
 
 
 @contextmanager
-def _opened(
-    policy: Policy, opening: Callable[[], AbstractContextManager[None]]
-) -> Iterator[Policy]:
-    with opening():
+def _on_device(policy: Policy, parameters: Movable) -> Iterator[Policy]:
+    with parameters.on_device():
         yield policy
 
 

@@ -29,7 +29,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config.supervised import SupervisedConfig, supervised_without_effect
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
@@ -40,7 +39,7 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import Offload
+from megatron_dcpo.policy.optimizer import Offload, Optimizer
 from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.distributed import Topology
