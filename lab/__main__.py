@@ -79,18 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     language = verbs.add_parser(
         "language-model", help="what policies of SmolLM2-135M state of what they know: its tables"
     )
-    for verb, runs in ((own, "runs/adapter_study"), (language, "runs/language_model")):
-        verb.add_argument(
-            "--train",
-            action="store_true",
-            help="first train, sample and fit; finished parts are kept",
-        )
-        verb.add_argument(
-            "--grid",
-            type=Path,
-            default=Path(runs),
-            help="where the runs are (default: %(default)s)",
-        )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -188,25 +176,13 @@ def _price(args: argparse.Namespace) -> None:
 
 
 def _adapter(args: argparse.Namespace) -> None:
-    if args.train:
-        records = args.out / adapter.AGAIN.records
-        adapter.train(args.grid.resolve())
-        logging.info(
-            "%d seeds packed", confidences.pack(adapter.AGAIN, args.grid.resolve(), records)
-        )
     for study in (adapter.FIRST, adapter.AGAIN):
-        records = args.out / study.records
-        if records.is_file():
-            confidences.tables(records, args.out, study)
+        confidences.tables(args.out / study.records, args.out, study)
 
 
 def _language_model(args: argparse.Namespace) -> None:
     study = language_model.STUDY
-    records = args.out / study.records
-    if args.train:
-        language_model.train(args.grid.resolve(), records)
-        logging.info("%d seeds packed", confidences.pack(study, args.grid.resolve(), records))
-    confidences.tables(records, args.out, study)
+    confidences.tables(args.out / study.records, args.out, study)
 
 
 def _train(

@@ -120,12 +120,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep the features that dcpo calibrate --kind confclass reads",
     )
     parser.add_argument(
-        "--keep",
-        choices=["states"],
-        help="with --model: keep the model's state before the number of each confidence, which "
-        "dcpo calibrate --features states and stack read",
-    )
-    parser.add_argument(
         "--calibrator",
         "--posthoc",
         metavar="FILE",

@@ -32,7 +32,6 @@ SHORTHANDS: Mapping[str, str] = {
     "repeats": "evaluation.samples",
     "confidence": "evaluation.confidence",
     "features": "evaluation.features",
-    "keep": "evaluation.keep",
     "calibrator": "evaluation.calibrator",
     "kinds": "evaluation.kinds",
     "limit": "evaluation.limit",

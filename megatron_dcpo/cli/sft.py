@@ -54,7 +54,7 @@ def _described(config: SupervisedConfig) -> dict[str, Any]:
 
     config = with_model_here(config, weights=False)
     inputs = read_inputs(config)
-    samples = [example.samples()[0] for example in inputs.examples]
+    samples = [example.sample() for example in inputs.examples]
     lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
     check_run_dir(config.run_dir, config.training.resume)

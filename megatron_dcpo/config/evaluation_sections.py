@@ -95,10 +95,6 @@ class EvaluationConfig(SampledProblemsConfig):
     """Kinds of confidence that are scored, comma separated (--confidence)."""
     features: bool = False
     """Keep what dcpo calibrate --kind confclass reads (--features)."""
-    keep: Literal["nothing", "states"] = "nothing"
-    """What is kept besides: states, the model's state before the number of each confidence, in
-    states.safetensors, which dcpo calibrate --features states and stack read (--keep).
-    """
     calibrator: str = ""
     """File of dcpo calibrate whose confidence is scored as well (--calibrator)."""
     resamples: NonNegative = 1000

@@ -1118,16 +1118,6 @@ def a_held_out_file_has_an_interval(config: Any) -> Problem:  # noqa: ANN401 - S
 
 
 @rule("evaluate")
-def states_are_of_a_model(config: EvaluateConfig) -> Problem:
-    if config.evaluation.keep == "states" and not config.model.path:
-        return (
-            "evaluation.keep=states (--keep states) reads a model in this process; name it as "
-            "model.path (--model)"
-        )
-    return None
-
-
-@rule("evaluate")
 def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
     if config.model.adapter_path and not config.model.path:
         return (
@@ -1164,9 +1154,8 @@ def of_agents_only_the_sampled_log_probs_are_kept(config: EvaluateConfig) -> Pro
     options = config.evaluation
     if not config.rollout.runs_agents:
         return None
-    for name in ("features", "keep"):
-        if getattr(options, name) not in (False, "nothing"):
-            return f"evaluation.{name} does not go with rollout.agent or rollout.command; remove it"
+    if options.features:
+        return "evaluation.features does not go with rollout.agent or rollout.command; remove it"
     if "token_entropy" in options.confidence:
         return (
             "evaluation.confidence=token_entropy does not go with rollout.agent or "

@@ -31,7 +31,7 @@ from megatron_dcpo.evaluation.fit_record import fitted_on_of
 from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
 from megatron_dcpo.evaluation.kinds import check_kinds
 from megatron_dcpo.evaluation.model_files import files_of
-from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
+from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.problems import (
     BenchmarkOptions,
     Problems,
@@ -57,7 +57,6 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.evaluation.states import with_states, write_states
 from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
@@ -107,7 +106,7 @@ def run_evaluation(
         raise UserError("one of --model, --endpoint and --samples is required")
     options = config.evaluation
     kinds = parse_kinds(options.confidence)
-    predictor = _load_predictor(config, samples)
+    predictor = Posthoc.load(options.calibrator) if options.calibrator else None
     if predictor is not None and predictor.method == "confclass":
         options = replace(options, features=True)
         config = replace(config, evaluation=options)
@@ -115,15 +114,12 @@ def run_evaluation(
         judged = _old_samples(
             config, samples, judge_again=judge_again, fresh=fresh, columns=columns
         )
-        if predictor is not None and reads_states(predictor.source):
-            judged = with_states(judged, samples)
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
         config = _with_models_here(config, fresh=fresh)
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
         if launched_rank() > 0:
             return {}
-        judged = _with_kept_states(config, judged)
     source = samples or str(Path(config.run_dir, FILE))
     if predictor is not None:
         _warn_of_other_answers(predictor, options.calibrator, source, judged)
@@ -169,21 +165,6 @@ def _with_models_here(config: EvaluateConfig, *, fresh: bool) -> EvaluateConfig:
     )
 
 
-def _load_predictor(config: EvaluateConfig, samples: str) -> Posthoc | None:
-    """Return the post-hoc predictor that is scored as well, None if there is none. Raises
-    :class:`UserError` if its inputs are not kept.
-    """
-    options = config.evaluation
-    if not options.calibrator:
-        return None
-    predictor = Posthoc.load(options.calibrator)
-    if reads_states(predictor.source) and not samples and options.keep != "states":
-        raise UserError(
-            f"{options.calibrator} reads the model's states; add --keep states (with --model)"
-        )
-    return predictor
-
-
 def _warn_of_other_answers(
     predictor: Posthoc, path: str, source: str, judged: Sequence[Sample]
 ) -> None:
@@ -202,19 +183,6 @@ def _warn_of_other_answers(
             path,
             "; ".join(differences),
         )
-
-
-def _with_kept_states(config: EvaluateConfig, judged: list[Sample]) -> list[Sample]:
-    """Return the samples with the model's states, which are also written next to their file; the
-    samples themselves if the states are not to be kept.
-    """
-    if config.evaluation.keep != "states":
-        return judged
-    from megatron_dcpo.evaluation.local_model import with_states_of_model
-
-    found = with_states_of_model(config, judged)
-    write_states(found, Path(config.run_dir, FILE))
-    return found
 
 
 def evaluation_of_samples(samples: str) -> dict[str, Any]:

@@ -61,7 +61,6 @@ UNREAD = [
     (SAMPLES, ["--limit", "5"], "--limit"),
     (SAMPLES, ["--benchmarks", "math500"], "--benchmarks"),
     (SAMPLES, ["--temperature", "0.3"], "--temperature"),
-    (SAMPLES, ["--keep", "states"], "--keep"),
     (SAMPLES, ["--model-name", "m"], "--model-name"),
     (SAMPLES, ["evaluation.samples=3"], "evaluation.samples"),
     (SAMPLES, ["--threshold", "0.9"], "--threshold"),
@@ -183,12 +182,6 @@ def test_a_greedy_evaluation_has_one_response() -> None:
     assert greedy.evaluation.temperature == 0
     with pytest.raises(UserError, match="--repeats 1"):
         config_of("--model", "m", "--temperature", "0", "--repeats", "2")
-
-
-def test_states_are_kept_of_a_model() -> None:
-    assert config_of("--model", "m", "--keep", "states").evaluation.keep == "states"
-    with pytest.raises(UserError, match="--keep states"):
-        config_of("--endpoint", "http://h/v1", "--keep", "states")
 
 
 def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() -> None:
