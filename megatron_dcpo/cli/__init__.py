@@ -56,7 +56,6 @@ VERBS = {
     "calibrate": "fit a post-hoc confidence on judged samples",
     "serve": "an OpenAI-compatible proxy whose answers carry a calibrated confidence",
     "convert": "Hugging Face <-> Megatron checkpoints",
-    "push": "upload a trained policy, or an adapter, with its model card to the hub",
     "objective": "rewards, advantages and loss of a few responses, without a model",
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",
     "doctor": "check this installation",

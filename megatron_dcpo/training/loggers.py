@@ -134,7 +134,7 @@ def _write_report(directory: Path) -> None:
 
     try:
         runs = find_runs([str(directory)])
-        write_report(runs, directory / "report.html", directory.absolute().name, [])
+        write_report(runs, directory / "report.html", directory.absolute().name)
     except Exception as error:
         logger.warning(
             "no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200)
