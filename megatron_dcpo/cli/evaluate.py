@@ -86,7 +86,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--columns",
         metavar="OURS=THEIRS,...",
         help="with --samples: columns of a table, correct=NAME, confidence=NAME; text, problem, "
-        "group, task, kind",
+        "group, task, kind; verl, trl, lighteval or verifiers: theirs",
     )
     parser.add_argument(
         "--config",
