@@ -46,7 +46,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "--columns",
         metavar="OURS=THEIRS,...",
         help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind; "
-        "verl, trl, lighteval or verifiers: theirs; of a log of lm-eval filter=NAME, of Inspect correct=SCORER",
+        "verl, trl, lighteval or verifiers: theirs; of a log of lm-eval filter=NAME, of Inspect "
+        "correct=SCORER",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="file of the page (default: report.html in the first RUN)"

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.foreign import parse_columns, read_any
+from megatron_dcpo.evaluation.foreign import PRESETS, parse_columns, read_any
 from tests.helpers.paths import REPOSITORY
 
 pytestmark = pytest.mark.draws
@@ -305,7 +305,7 @@ def test_end_tokens_that_a_log_has_kept_are_no_text(tmp_path: Path, end: str) ->
     file = tmp_path / "1.jsonl"
     row = {"input": "2+2=", "output": f"4\n<conf> Confidence: 0.8{end}", "score": 1.0, "step": 1}
     file.write_text(json.dumps(row) + "\n")
-    assert shown(file) == [("2+2=", 1.0, 0.8)]
+    assert shown(file, **PRESETS["verl"]) == [("2+2=", 1.0, 0.8)]
 
 
 @pytest.mark.parametrize("responses", [[["4", "5"]], [["4"], ["5"]]])
@@ -424,7 +424,7 @@ def test_an_end_token_that_a_log_kept_is_no_part_of_the_answer(tmp_path: Path, e
         "data_source": "sums",
     }
     file.write_text(json.dumps(row) + "\n")
-    (sample,) = read_any(file)
+    (sample,) = read_any(file, parse_columns("verl,task=data_source"))
     assert sample.judgement.status == "ok"
     assert sample.judgement.confidence == 0.8
     assert sample.prompt.task == "sums"
