@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     args.kind = args.kind or "logistic"
     if args.kind != "confclass":
         refuse_given(args, ["epochs"], "goes with --kind confclass, and is the most of its passes")
-    from megatron_dcpo.cli.report import show_scores
+    from megatron_dcpo.cli.tables import show_scores
     from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
 
     options = PosthocFit(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, check_config_exists
+from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli.config_file import check_config_exists
 from megatron_dcpo.cli.train import (
     add_run_arguments,
     carry_out,

@@ -58,6 +58,14 @@ from megatron_dcpo.data.environments import environment_name, environment_rows, 
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, shows
+from megatron_dcpo.data.labels import (
+    ANSWER_COLUMNS,
+    KIND_COLUMNS,
+    PROBLEM_COLUMNS,
+    kind_of_row,
+    labels_of,
+    with_epoch,
+)
 from megatron_dcpo.data.options import KEY_COLUMNS
 from megatron_dcpo.data.passages import (
     PASSAGE_COLUMNS,
@@ -75,13 +83,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
-KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 _ABSENT = object()
-ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
-LONGEST_LABEL = 100  # characters
-_NO_LABELS = frozenset({*PROBLEM_COLUMNS, *ANSWER_COLUMNS})
 _READ_ELSEWHERE = (
     *("Question", "Problem", "question_stem", "Correct Answer", "supporting_facts", "Answer"),
     *(f"Incorrect Answer {number}" for number in (1, 2, 3)),
@@ -131,7 +134,6 @@ KEYS_OF_PROGRAMS = replace(
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
 _PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
-_EPOCH = re.compile(r"@\d+\Z")  # what with_epoch appends
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -316,18 +318,6 @@ def draw_prompts(
         prompt = prompts[index]
         chosen.append(replace(prompt, prompt_id=with_epoch(prompt.prompt_id, epoch)))
     return chosen
-
-
-def with_epoch(prompt_id: str, epoch: int) -> str:
-    """Return the id of a problem as a training draws it in an epoch."""
-    return f"{prompt_id}@{epoch}"
-
-
-def without_epoch(drawn_id: str) -> str:
-    """Return the id of a problem from the one that :func:`with_epoch` made of it; any other id as
-    it is.
-    """
-    return _EPOCH.sub("", drawn_id)
 
 
 def in_epochs(
@@ -750,31 +740,6 @@ def columns(row: Row, name: str, messages: Messages, answer: object) -> Row:
         "problem": prompts.bare_problem(messages[-1]["content"]),
         "answer": answer,
     }
-
-
-def kind_of_row(row: Row) -> str | None:
-    """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or
-    whole number.
-    """
-    value = next((row[name] for name in KIND_COLUMNS if name in row), None)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value)[:LONGEST_LABEL]
-
-
-def labels_of(row: Row) -> dict[str, str] | None:
-    """Return the columns of a row that may name a kind of problem: texts of one line and at most
-    ``LONGEST_LABEL`` characters, and whole numbers; not the problem and its answer. None if it has
-    no such column.
-    """
-    labels = {}
-    for name, value in row.items():
-        if name in _NO_LABELS or isinstance(value, bool) or not isinstance(value, str | int):
-            continue
-        text = str(value)
-        if len(text) <= LONGEST_LABEL and "\n" not in text:
-            labels[str(name)] = text
-    return labels or None
 
 
 def final_answer(raw: object, integer: bool = False) -> str:

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.config import Config, SourceConfig
-from megatron_dcpo.data import render_prompts
-from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.data.datasets import PromptOptions, render_prompts
 from megatron_dcpo.data.environments import check_rollouts
 from megatron_dcpo.evaluation.best_step import check_keep_best
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark

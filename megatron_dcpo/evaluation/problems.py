@@ -11,9 +11,15 @@ from typing import Protocol, TypeVar
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
 from megatron_dcpo.config.field_types import BUILT_IN, QUESTIONS, VerifierChoice, members
-from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
 from megatron_dcpo.data.answers import is_structured
-from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
+from megatron_dcpo.data.benchmarks import (
+    BENCHMARKS,
+    LoadedBenchmark,
+    load_benchmark,
+    name_of,
+    parse_specs,
+    path_in,
+)
 from megatron_dcpo.data.datasets import Record, task_name
 from megatron_dcpo.data.environments import is_environment
 from megatron_dcpo.data.gym import VERIFIER, gym_path, is_gym

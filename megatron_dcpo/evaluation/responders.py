@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_dcpo import rollout
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
-from megatron_dcpo.data import render_prompts
-from megatron_dcpo.data.datasets import PromptOptions, message_prompts
+from megatron_dcpo.data.datasets import PromptOptions, message_prompts, render_prompts
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.evaluation.evaluate import Respond
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS

@@ -15,8 +15,7 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
-from megatron_dcpo.data import BENCHMARKS
-from megatron_dcpo.data.benchmarks import parse_specs, path_in
+from megatron_dcpo.data.benchmarks import BENCHMARKS, parse_specs, path_in
 from megatron_dcpo.data.environments import COLUMN, check_rollouts
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
@@ -42,7 +41,7 @@ from megatron_dcpo.evaluation.problems import (
     load_problems,
     verifier_of,
 )
-from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
+from megatron_dcpo.evaluation.programs import read_tests, write_tests
 from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.run_description import SAMPLING
@@ -227,7 +226,7 @@ def _old_samples(
             f"--out {directory} holds the samples of another evaluation; name another one, or "
             "--fresh"
         )
-    keys = {sample.prompt.ground_truth for sample in samples if is_code(sample)}
+    keys = {sample.prompt.ground_truth for sample in samples if sample.is_code}
     tests_file = Path(path).with_name(TESTS_FILE)
     tests: PackedTests = {}
     if keys and (judge_again or tests_file.exists()):
@@ -263,7 +262,7 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
     named = config.judging.verifier
     if source is not None:
         named = verifier_of(source, config.judging)
-    if is_code(sample):
+    if sample.is_code:
         return named if judges_programs(named) else "code"
     row = prompt.row or {}
     if "reasoning_gym" in row:

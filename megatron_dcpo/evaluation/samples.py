@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.datasets import without_epoch
 from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.labels import without_epoch
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import parse_date
@@ -110,6 +110,11 @@ class Sample:
     def correct(self) -> bool:
         """Return whether the answer is right: the judgement's correctness is 0 or 1."""
         return self.judgement.correct == 1
+
+    @property
+    def is_code(self) -> bool:
+        """Return whether the ground truth is the key of its tests."""
+        return self.prompt.ground_truth.startswith("tests:")
 
     def measured(self, **values: object) -> Sample:
         """Return a copy with other values of its measures."""

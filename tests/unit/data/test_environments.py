@@ -18,9 +18,8 @@ from pydantic import ValidationError
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.config.sections import JudgingConfig, SourceConfig
-from megatron_dcpo.data import load_benchmark, load_records
-from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
-from megatron_dcpo.data.datasets import message_prompts, task_name
+from megatron_dcpo.data.benchmarks import load_benchmark, name_of, parse_specs, path_in
+from megatron_dcpo.data.datasets import load_records, message_prompts, task_name
 from megatron_dcpo.data.environments import (
     EnvironmentSpec,
     check_rollouts,

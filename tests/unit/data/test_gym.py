@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data import gym, load_benchmark, load_records
-from megatron_dcpo.data.benchmarks import name_of, parse_specs
+from megatron_dcpo.data import gym
+from megatron_dcpo.data.benchmarks import load_benchmark, name_of, parse_specs
+from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.data.gym import HELD_OUT_SEED, VERIFIER, GymTask, gym_path, gym_rows, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, Attempt

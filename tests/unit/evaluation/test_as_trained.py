@@ -11,8 +11,7 @@ import pytest
 from megatron_dcpo import rollout
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.config.evaluation import load_evaluation
-from megatron_dcpo.data import load_prompts
-from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.data.datasets import PromptOptions, load_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.responders import ask_server

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.cli import evaluate as cli
-from megatron_dcpo.data import load_benchmark, render_prompts
-from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.data.benchmarks import load_benchmark
+from megatron_dcpo.data.datasets import PromptOptions, render_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     equivalent_math,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.config import JudgingConfig, SourceConfig
-from megatron_dcpo.data import load_records
+from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.evaluation.problems import load_problems, verifier_of
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
 from megatron_dcpo.judging.pool import WorkerNotStarted

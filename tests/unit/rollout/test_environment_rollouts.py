@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data import load_records
-from megatron_dcpo.data.datasets import Record
+from megatron_dcpo.data.datasets import Record, load_records
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import verifiers
