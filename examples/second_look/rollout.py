@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron_dcpo.rollout import RolloutContext, Samples, Transcript
+from megatron_dcpo.rollout.function import RolloutContext, Transcript
+from megatron_dcpo.rollout.sampling import Samples
 from megatron_dcpo.types import Prompt, Response
 
 MARKER = "<conf>"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.runtime.brought import BROUGHT
 
 if TYPE_CHECKING:
     from megatron_dcpo.config.evaluation_sections import EvaluateConfig

@@ -28,7 +28,7 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.sandbox.local import CodeLimits
+    from megatron_dcpo.sandbox.limits import CodeLimits
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -122,7 +122,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.data.files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
-    from megatron_dcpo.judging.function_verifier import check_error_rate
+    from megatron_dcpo.judging.verdicts import check_error_rate
     from megatron_dcpo.judging.verifiers import verifiers
     from megatron_dcpo.types import VERIFIER_ERROR
 
@@ -335,7 +335,7 @@ def _program_limits(args: argparse.Namespace) -> CodeLimits:
     """Return the given limits, with the defaults of ``CodeLimits`` for the others. Raises
     :class:`UserError`.
     """
-    from megatron_dcpo.sandbox.local import CodeLimits
+    from megatron_dcpo.sandbox.limits import CodeLimits
 
     flags_set = {}
     for name in ("test_seconds", "program_seconds", "memory_mb"):

@@ -161,7 +161,7 @@ def _print_unevaluated(runs: Sequence[EvaluatedRun]) -> None:
 
 def _print_without_kinds(runs: Sequence[EvaluatedRun]) -> None:
     """Say of each evaluation without kinds of problem which could be named."""
-    from megatron_dcpo.evaluation.kinds import no_kinds_line
+    from megatron_dcpo.data.problem_kinds import no_kinds_line
 
     for run in runs:
         kinds = (run.evaluation or {}).get("kinds")

@@ -41,7 +41,7 @@ def show_scores(
     are any, with what the ``kinds`` of problem are (:func:`kinds.described`).
     """
     from megatron_dcpo.calibration.summary import json_ready
-    from megatron_dcpo.evaluation.kinds import no_kinds_line
+    from megatron_dcpo.data.problem_kinds import no_kinds_line
 
     if as_json and rows:
         values = {what: out, "kinds": kinds, "held_out": rows}

@@ -111,12 +111,13 @@ def carry_out(train: Callable[[], None], run_dir: str, as_json: bool) -> None:
     groups.
     """
     from megatron_dcpo.runtime import distributed
-    from megatron_dcpo.training.outcome import outcome
+    from megatron_dcpo.training.outcome import outcome, write_cards
 
     try:
         train()
         if distributed.topology().rank > 0:
             return
+        write_cards(Path(run_dir))
         if as_json:
             with open(f"{run_dir}/metrics.jsonl") as file:
                 sys.stdout.write(file.readlines()[-1])

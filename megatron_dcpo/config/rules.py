@@ -29,7 +29,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.runtime.brought import BROUGHT
 
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read

@@ -30,8 +30,9 @@ from megatron_dcpo.config.field_types import (
 )
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
-from megatron_dcpo.sandbox.local import CodeLimits
-from megatron_dcpo.types import BROUGHT, CONFIDENCE_TAG, ENVIRONMENTS
+from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENTS
+from megatron_dcpo.sandbox.limits import CodeLimits
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -20,7 +20,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.config.supervised import SupervisedConfig, SupervisedLoopConfig
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.runtime.brought import BROUGHT
 
 # what bounds a ratio, which is 1 in the first update on a rollout
 _OF_THE_RATIO = ("ratio", "clip", "clip_low", "clip_high", "dual_clip")

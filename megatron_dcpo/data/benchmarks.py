@@ -23,11 +23,11 @@ from megatron_dcpo.data.datasets import (
     task_name,
     untested_note,
 )
-from megatron_dcpo.data.environments import environment_name, is_environment
 from megatron_dcpo.data.files import SUFFIXES, Row, read_rows
-from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
+from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 
 NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -407,9 +407,9 @@ def parse_specs(text: str) -> list[str]:
 def name_of(spec: str) -> str:
     """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
     if is_gym(spec):
-        return parse_gym(spec).name
+        return name_of_brought(spec)
     if is_environment(spec):
-        return environment_name(spec)
+        return name_of_brought(spec)
     if "=" in spec:
         return spec.partition("=")[0].strip()
     return find_benchmark(spec.partition(":")[0]).name

@@ -54,9 +54,7 @@ from megatron_dcpo.data.code_problems import (
     pack_tests,
     tests_key,
 )
-from megatron_dcpo.data.environments import environment_name, environment_rows, is_environment
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
-from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.data.labels import (
     ANSWER_COLUMNS,
@@ -76,6 +74,8 @@ from megatron_dcpo.data.passages import (
 )
 from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
+from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ KEYS_OF_PROGRAMS = replace(
     harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
     refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
 )
+_GYM_ROWS = "megatron_dcpo.data.gym:gym_rows"
+_ENVIRONMENT_ROWS = "megatron_dcpo.data.environments:environment_rows"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
 _PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
@@ -380,7 +382,7 @@ def load_records(
     keep_columns = keep_columns or gym
     rows: Iterable[tuple[int, Row]]
     if gym:
-        rows = enumerate(gym_rows(str(path_or_name)))
+        rows = enumerate(load_part(_GYM_ROWS)(str(path_or_name)))
     else:
         found = enumerate(read_rows(path_or_name))
         rows = _renamed(
@@ -410,7 +412,7 @@ def _environment_records(path: str, task: str | None, held_out: bool) -> list[Re
     """Return the problems of an environment, which ask for their answers in their own way."""
     name = task or task_name(path)
     records = []
-    for index, row in enumerate(environment_rows(path, held_out)):
+    for index, row in enumerate(load_part(_ENVIRONMENT_ROWS)(path, held_out)):
         messages = _as_messages(row["problem"], f"{path}: problem {index + 1}")
         record = Record(
             task=name,
@@ -801,10 +803,8 @@ def task_name(path_or_name: str | Path) -> str:
     aime24; ``.../mine/train-*.parquet`` -> mine; ``owner/name@test`` -> name;
     ``reasoning_gym:chain_sum`` -> chain_sum; ``verifiers:owner/my-env`` -> my-env.
     """
-    if is_gym(path_or_name):
-        return parse_gym(str(path_or_name)).name
-    if is_environment(path_or_name):
-        return environment_name(str(path_or_name))
+    if is_gym(path_or_name) or is_environment(path_or_name):
+        return name_of_brought(str(path_or_name))
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem

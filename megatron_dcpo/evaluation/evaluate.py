@@ -26,7 +26,7 @@ from megatron_dcpo.evaluation.samples import (
     with_prompt,
 )
 from megatron_dcpo.judging.judge import Judge, judge_many, judging_threads, with_text
-from megatron_dcpo.judging.math.pool import equivalent_many
+from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
 
@@ -51,11 +51,6 @@ class Request:
 
 # responses with their text, in any order, a few at a time
 Respond = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]
-
-
-def equivalent_math(a: str, b: str) -> bool:
-    """Return whether two boxed answers are the same number, set, expression and so on."""
-    return equivalent_many([(a, b)])[0]
 
 
 @dataclass(frozen=True)

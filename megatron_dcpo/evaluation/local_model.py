@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_dcpo import rollout
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.evaluation.evaluate import Stream, respond_at_once
@@ -19,10 +18,15 @@ from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.engine import Engine, check_sampled_model, choose_engine
+from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.local_engine import (
+    build_local_engine,
+    check_sampled_model,
+    choose_engine,
+)
 from megatron_dcpo.rollout.sampling import Samples
-from megatron_dcpo.rollout.tokens import check_vocabulary
-from megatron_dcpo.rollout.vllm_host import VllmOptions
+from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Response
 from megatron_dcpo.weights import adapter_shape
@@ -42,7 +46,7 @@ def sample_model(
     adapter = config.model.adapter_path
     if adapter:
         adapter_shape.read_shape(Path(adapter), read_architecture(path))
-    tokenizer = rollout.load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     tokens = token_bytes(tokenizer)
     check_thinking(config.data.thinking, tokens.thinking, path)
     check_vocabulary(path, tokens, vocab_size)
@@ -51,7 +55,7 @@ def sample_model(
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     on_gpu = capabilities().separate_memory
     many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
-    options = VllmOptions(
+    options = EngineOptions(
         dtype=_DTYPES[element_type(config)],
         gpu_memory_utilization=0.9 if many else 0.6,
         max_model_len=longest + config.max_tokens,
@@ -60,7 +64,7 @@ def sample_model(
         raw_logprobs=True,
         seed=config.evaluation.seed,
     )
-    engine = rollout.build_local_engine(config.rollout.engine, path, options)
+    engine = build_local_engine(config.rollout.engine, path, options)
     _add_adapter(engine, config)
     stream: Stream = partial(engine.stream, sampling=sampling_of(config))
     if config.rollout.runs_agents:

@@ -48,9 +48,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
+from megatron_dcpo.data.problem_kinds import columns_of, kind_of
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
-from megatron_dcpo.evaluation.kinds import columns_of, kind_of
 from megatron_dcpo.evaluation.predictor_file import (
     VERSION,
     PredictorInputs,

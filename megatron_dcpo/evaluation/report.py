@@ -25,7 +25,7 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_alike
 from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
-from megatron_dcpo.evaluation.runs import EvaluatedRun
+from megatron_dcpo.evaluation.runs import EvaluatedRun, find_runs
 from megatron_dcpo.evaluation.scoring import (
     CONFIDENCE_KINDS,
     LOOKUP,
@@ -141,6 +141,12 @@ def write_report(
     page = encodable(render_report(runs, title))
     write_atomically(target, page)
     return target
+
+
+def write_report_of_run(directory: Path) -> None:
+    """Write ``report.html`` of one training into its directory."""
+    runs = find_runs([str(directory)])
+    write_report(runs, directory / "report.html", directory.absolute().name)
 
 
 def render_report(runs: Sequence[EvaluatedRun], title: str = "Accuracy and calibration") -> str:

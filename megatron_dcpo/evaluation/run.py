@@ -16,8 +16,7 @@ from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data.benchmarks import BENCHMARKS, parse_specs, path_in
-from megatron_dcpo.data.environments import COLUMN, check_rollouts
-from megatron_dcpo.data.gym import VERIFIER
+from megatron_dcpo.data.problem_kinds import check_kinds
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
@@ -28,18 +27,14 @@ from megatron_dcpo.evaluation.evaluate import (
 )
 from megatron_dcpo.evaluation.fit_record import fitted_on_of
 from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
-from megatron_dcpo.evaluation.kinds import check_kinds
 from megatron_dcpo.evaluation.model_files import files_of
 from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.problems import (
     BenchmarkOptions,
     Problems,
-    equivalence,
-    find_source,
     judge_of,
     judges_programs,
     load_problems,
-    verifier_of,
 )
 from megatron_dcpo.evaluation.programs import read_tests, write_tests
 from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
@@ -56,15 +51,23 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.judging.function_verifier import check_error_rate
-from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
+from megatron_dcpo.judging.sources import check_rollouts, find_source, verifier_of
+from megatron_dcpo.judging.verdicts import check_error_rate
+from megatron_dcpo.judging.verifier_kind import PackedTests
+from megatron_dcpo.judging.verifiers import (
+    digest_of,
+    equivalence,
+    reads_rows,
+    verifier_for,
+    verifiers,
+)
 from megatron_dcpo.runtime import hub
+from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENT_COLUMN, GYM_VERIFIER, OWN_ROLLOUT
 from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import BROUGHT, CONFIDENCE_TAG, OWN_ROLLOUT
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 logger = logging.getLogger(__name__)
 
@@ -266,9 +269,9 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
         return named if judges_programs(named) else "code"
     row = prompt.row or {}
     if "reasoning_gym" in row:
-        return VERIFIER
-    if COLUMN in row and (source is None or not source.verifier):
-        return str(row[COLUMN]["path"])
+        return GYM_VERIFIER
+    if ENVIRONMENT_COLUMN in row and (source is None or not source.verifier):
+        return str(row[ENVIRONMENT_COLUMN]["path"])
     if judges_programs(named):
         named = "math"
     return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)

@@ -25,15 +25,15 @@ from megatron_dcpo.calibration.summary import (
     summarize,
     violation_rates,
 )
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.headline import HEADLINE
-from megatron_dcpo.evaluation.kinds import (
+from megatron_dcpo.data.problem_kinds import (
     MOST_KINDS,
     ProblemKinds,
     check_kinds,
     described,
     kinds_of,
 )
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.headline import HEADLINE
 from megatron_dcpo.evaluation.samples import Sample
 
 logger = logging.getLogger(__name__)

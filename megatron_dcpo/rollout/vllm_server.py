@@ -37,8 +37,8 @@ from megatron_dcpo.rollout.engine import (
     PartialRollout,
     Samples,
     SamplingConfig,
-    request_seed,
 )
+from megatron_dcpo.rollout.random_numbers import request_seed
 from megatron_dcpo.rollout.server_link import RETURN_SECONDS, ServerLink
 from megatron_dcpo.rollout.server_tensors import (
     connection,

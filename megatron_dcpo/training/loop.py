@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.function_verifier import VerifierFailed
+from megatron_dcpo.judging.verdicts import VerifierFailed
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.device import profile
@@ -180,7 +180,7 @@ def _validate(run: Run, step: int) -> dict[str, float]:
     validation = with_restarts(run, validator.validate, version=step)
     if validation is None:
         return {}
-    run.recorder.write_validation(step, validation.samples)
+    run.recorder.write_validation(step, validation.write)
     is_best = run.selection.add(step, validation.metrics)
     if is_best:
         run.checkpointer.keep(step, run.selection.metric, run.selection.value(step))

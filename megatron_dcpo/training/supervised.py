@@ -40,8 +40,7 @@ from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload
-from megatron_dcpo.rollout import load_tokenizer
-from megatron_dcpo.rollout.tokens import check_vocabulary
+from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.run_lock import lock_run_dir

@@ -11,10 +11,9 @@ from pathlib import Path
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import ModelConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.card import write_card
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.rollout import Engine, EngineError
+from megatron_dcpo.rollout.engine import Engine, EngineError
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_failed
 from megatron_dcpo.runtime.distributed import Collectives, Topology, all_gather_objects
@@ -122,9 +121,8 @@ class WeightSync:
 
 
 def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> Path:
-    """Write ``directory/policy``: weights of the policy, everything else from ``model.path``, and
-    a model card. An adapter is merged into the weights, and stands in ``directory/adapter`` as
-    well. Collective.
+    """Write ``directory/policy``: weights of the policy, everything else from ``model.path``. An
+    adapter is merged into the weights, and stands in ``directory/adapter`` as well. Collective.
     """
     policy = optimizer.exported
     writer = policy.topology.rank == 0
@@ -137,19 +135,16 @@ def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> 
         lambda shapes: gather_full(policy, shapes),
         writer=writer,
     )
-    if writer:
-        write_card(directory, out)
     if isinstance(optimizer, AdapterOptimizer):
         export_adapter(directory, model, optimizer.adapter)
     return out
 
 
 def export_adapter(directory: Path, model: ModelConfig, adapter: Adapter) -> Path:
-    """Write ``directory/adapter`` in PEFT's format, with a model card. Collective."""
+    """Write ``directory/adapter`` in PEFT's format. Collective."""
     tensors = adapter.whole()
     out = directory / DIRECTORY
     if adapter.policy.topology.rank == 0:
         base = hub.repository_of(model.path) or model.path
         write_adapter(out, tensors, shape=adapter.shape, base=base)
-        write_card(directory, out)
     return out

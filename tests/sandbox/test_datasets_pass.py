@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, judge_programs
+from megatron_dcpo.sandbox.judge import CodeVerdict, judge_programs
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from tests.helpers.data import reference_solution
 

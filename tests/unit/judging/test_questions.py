@@ -13,14 +13,13 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.choices import chosen_letter
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.questions import (
     check_questions,
     f1,
-    is_abstention,
-    normalize,
     normalize_triviaqa,
     question_verifier,
     same_answer,

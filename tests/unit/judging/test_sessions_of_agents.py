@@ -10,8 +10,8 @@ import pytest
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import with_verdicts
 from megatron_dcpo.judging.judge import judge_many, with_text
+from megatron_dcpo.judging.verdicts import with_verdicts
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.chat_policy import chat_tokens
 

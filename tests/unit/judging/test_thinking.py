@@ -29,7 +29,7 @@ from megatron_dcpo.judging.thinking import (
 )
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import ObjectiveConfig, build_method
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
     BLOCK_REASONING,

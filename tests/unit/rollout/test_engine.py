@@ -9,8 +9,9 @@ import pytest
 from megatron_dcpo.config import validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.rollout import choose_engine, engine
-from megatron_dcpo.rollout.engine import request_seed
+from megatron_dcpo.rollout import engine
+from megatron_dcpo.rollout.local_engine import choose_engine
+from megatron_dcpo.rollout.random_numbers import request_seed
 from megatron_dcpo.rollout.tokens import check_vocabulary, read_eos_token_ids
 from megatron_dcpo.runtime import device
 from tests.helpers.paths import QUICKSTART

@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import EngineError, RolloutContext, SamplingConfig, Transcript
-from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.function import (
+    RolloutContext,
+    Transcript,
+    checked_stream,
+    load_rollout_function,
+)
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response
 
 PROMPT = Prompt("p", (), (1, 2), "", "t")
