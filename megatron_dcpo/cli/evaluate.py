@@ -145,19 +145,6 @@ def add_parser(subparsers: Subparsers) -> None:
         "--limit", type=positive_int, help="only the first problems of every benchmark"
     )
     parser.add_argument(
-        "--data-dir",
-        metavar="DIR",
-        help="directory of the benchmark files (default: $DCPO_DATA, or data/)",
-    )
-    parser.add_argument(
-        "--corrections", action="store_true", help="repair documented defects of benchmark data"
-    )
-    parser.add_argument(
-        "--untested",
-        action="store_true",
-        help="keep programming problems whose tests assert nothing (3 of MBPP+)",
-    )
-    parser.add_argument(
         "--rejudge", action="store_true", help="with --samples: also judge the responses again"
     )
     _add_sampling_arguments(

@@ -40,10 +40,6 @@ class PromptConfig:
     """As data.template of a training (--template)."""
     thinking: Thinking = DataConfig.thinking
     """As data.thinking of a training (--thinking)."""
-    untested: bool = False
-    """Keep programming problems whose tests assert nothing, which any program passes
-    (--untested).
-    """
     columns: Columns = dataclasses.field(default_factory=dict)
     """As data.columns of a training, for benchmarks of your own files that have them."""
     sources: tuple[SourceConfig, ...] = ()
@@ -99,10 +95,6 @@ class EvaluationConfig(SampledProblemsConfig):
     """File of dcpo calibrate whose confidence is scored as well (--calibrator)."""
     resamples: NonNegative = 1000
     """Bootstrap resamples for 95 % intervals; 0: no intervals (--resamples)."""
-    data_dir: str = ""
-    """Directory of the benchmarks' files; empty: $DCPO_DATA, else data/ (--data-dir)."""
-    corrections: bool = False
-    """Repair documented defects of benchmark data (--corrections)."""
 
 
 @dataclass(frozen=True, config=STRICT)

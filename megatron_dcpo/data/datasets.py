@@ -203,7 +203,6 @@ def load_prompts(
     options: PromptOptions | None = None,
     *,
     task: str | None = None,
-    untested: bool = False,
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Prompt]:
@@ -212,9 +211,9 @@ def load_prompts(
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
     ``owner/name[:config][@split]``, a task of Reasoning Gym, or an environment. ``task``,
-    ``untested``, ``keep_columns`` and ``columns`` as in :func:`load_records`.
+    ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
-    records = load_records(path_or_name, task, untested, keep_columns, columns)
+    records = load_records(path_or_name, task, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
 
 
@@ -362,15 +361,13 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
 def load_records(
     path_or_name: str | Path,
     task: str | None = None,
-    untested: bool = False,
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
     held_out: bool = False,
 ) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
-    or the file's name. ``untested`` keeps programming problems whose tests assert nothing,
-    ``keep_columns`` the :func:`columns` of each row for a user's verifier, which may do without an
-    answer.
+    or the file's name. ``keep_columns`` keeps the :func:`columns` of each row for a user's
+    verifier, which may do without an answer.
 
     ``columns`` are the names under which a file has problem, answer and so on; a row without one of
     them is refused, or read as it is if the problems are ``held_out`` for an evaluation. An
@@ -395,7 +392,6 @@ def load_records(
         name,
         forced=task is not None,
         source=str(path_or_name),
-        untested=untested,
         keep_columns=keep_columns,
         passage="" if gym else passage,
     )
@@ -491,7 +487,6 @@ def split_usable_rows(
     task: str,
     forced: bool,
     source: str,
-    untested: bool,
     keep_columns: bool = False,
     passage: str | None = None,
 ) -> tuple[list[Record], list[str], Counter[str]]:
@@ -512,7 +507,7 @@ def split_usable_rows(
             continue
         row = with_chat(original, chats, index + 1)
         try:
-            record = to_record(row, index, task, forced, source, untested, keep_columns)
+            record = to_record(row, index, task, forced, source, keep_columns)
         except OtherLanguage:
             dropped["with tests for other languages than Python"] += 1
         except Untested as name:
@@ -608,10 +603,7 @@ def _about(record: Record, passage: str, behind: bool) -> Record:
 
 def untested_note(names: Sequence[str]) -> str:
     """Return what to say about programming problems whose tests assert nothing."""
-    return (
-        f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested "
-        "option keeps them)"
-    )
+    return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)}"
 
 
 def to_record(
@@ -620,18 +612,17 @@ def to_record(
     task: str,
     forced: bool = True,
     source: str = "row",
-    untested: bool = False,
     keep_columns: bool = False,
 ) -> Record | None:
     """Return one row as a problem with its answer; ``None`` when the answer is null or empty,
     unless its columns are kept.
 
     Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be
-    Python's, and, unless ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
+    Python's, and ``Untested`` for tests that assert nothing.
     """
     name = task if forced else str(row.get("data_source") or task)
     where = f"{source}: row {index + 1}"
-    code = code_problem(row, where, untested)
+    code = code_problem(row, where)
     if code is not None:
         packed = pack_tests(code.tests)
         messages, key = _as_messages(code.statement, where), tests_key(packed)

@@ -30,7 +30,6 @@ from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
 from megatron_dcpo.evaluation.model_files import files_of
 from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.problems import (
-    BenchmarkOptions,
     Problems,
     judge_of,
     judges_programs,
@@ -366,12 +365,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
-        options=BenchmarkOptions(
-            data_dir=options.data_dir or None,
-            corrections=options.corrections,
-            untested=config.data.untested,
-            columns=config.data.columns,
-        ),
+        columns=config.data.columns,
     )
     for one in loaded:
         template = one.template or config.data.template
@@ -439,8 +433,6 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
     options = config.evaluation
     settings: dict[str, Any] = {
         "template": config.data.template,
-        "corrections": options.corrections,
-        "untested": config.data.untested,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,

@@ -88,7 +88,7 @@ READ = [
     (SAMPLES, ["--kinds", "digits", "--resamples", "0", "--seed", "4", "--marker", "<sure>"]),
     (SAMPLES, ["--confidence", "token"]),
     ([*SAMPLES, "--rejudge"], ["--threshold", "0.9", "--test-seconds", "4"]),
-    (SERVER, ["rollout.max_response_length=64", "--data-dir", "gone"]),
+    (SERVER, ["rollout.max_response_length=64"]),
     (MODEL, ["--verifier", "f1", "--threshold", "0.5"]),
     (MODEL, ["--dtype", "float32", "--batch-size", "3", "--engine", "transformers"]),
 ]
@@ -185,10 +185,7 @@ def test_a_greedy_evaluation_has_one_response() -> None:
 
 
 def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() -> None:
-    names = (
-        "template corrections untested temperature top_p top_k max_tokens seed extra_body "
-        "top_logprobs model"
-    )
+    names = "template temperature top_p top_k max_tokens seed extra_body top_logprobs model"
     settings = settings_of(load_evaluation({"run_dir": "r"}), "m", today())
     assert set(settings) == {*names.split(), "date"}
     server = {"run_dir": "r", "endpoint.url": "http://h/v1", "endpoint.api": "chat"}
