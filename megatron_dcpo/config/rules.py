@@ -21,6 +21,7 @@ from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfi
 from megatron_dcpo.config.field_types import gives_scores
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import (
+    AgentsConfig,
     Config,
     JudgingConfig,
     RolloutConfig,
@@ -588,9 +589,7 @@ def options_of_agents_need_an_agent(config: Config) -> Problem:
     return None if rollout.runs_agents else _options_without_agents(rollout, RolloutConfig())
 
 
-def _options_without_agents(
-    rollout: RolloutConfig | EngineConfig, defaults: RolloutConfig | EngineConfig
-) -> Problem:
+def _options_without_agents(rollout: AgentsConfig, defaults: AgentsConfig) -> Problem:
     for name in AGENT_OPTIONS:
         if getattr(rollout, name, None) != getattr(defaults, name, None):
             return f"rollout.{name} has no effect without rollout.agent or rollout.command"
