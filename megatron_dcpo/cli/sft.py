@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _described(config: SupervisedConfig) -> dict[str, Any]:
     """Return what a run would train on."""
-    from megatron_dcpo.config.without_effect import options_without_effect
+    from megatron_dcpo.config.supervised import supervised_without_effect
     from megatron_dcpo.training.dry_run import describe_weights
     from megatron_dcpo.training.provenance import check_run_dir, with_model_here
     from megatron_dcpo.training.supervised import read_inputs, read_model, with_steps
@@ -65,7 +65,7 @@ def _described(config: SupervisedConfig) -> dict[str, Any]:
         "demonstrations": len(lengths),
         "held_out": len(inputs.held_out),
         "steps": steps,
-        "without effect": "; ".join(options_without_effect(config)) or "nothing",
+        "without effect": "; ".join(supervised_without_effect(config)) or "nothing",
         "longest": max(lengths),
         "mean_length": round(sum(lengths) / len(lengths), 1),
         "prompt": tokenizer.decode(samples[0].prompt_ids.tolist()),

@@ -22,7 +22,7 @@ from megatron_dcpo.data.datasets import NO_COLUMNS, Record
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent
 from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.judging.sources import find_source, verifier_of, with_answers
+from megatron_dcpo.judging.sources import GYM_VERIFIER, find_source, verifier_of, with_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verdicts import with_verdicts
 from megatron_dcpo.judging.verifier_kind import PackedTests
@@ -35,7 +35,7 @@ from megatron_dcpo.judging.verifiers import (
     verifier_for,
     verifiers,
 )
-from megatron_dcpo.runtime.brought import GYM_VERIFIER, is_environment
+from megatron_dcpo.runtime.brought import is_environment
 from megatron_dcpo.types import Judgement, Prompt, Response
 
 logger = logging.getLogger(__name__)

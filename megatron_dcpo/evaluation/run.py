@@ -50,7 +50,7 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.judging.sources import check_rollouts, find_source, verifier_of
+from megatron_dcpo.judging.sources import GYM_VERIFIER, check_rollouts, find_source, verifier_of
 from megatron_dcpo.judging.verdicts import check_error_rate
 from megatron_dcpo.judging.verifier_kind import PackedTests
 from megatron_dcpo.judging.verifiers import (
@@ -61,7 +61,7 @@ from megatron_dcpo.judging.verifiers import (
     verifiers,
 )
 from megatron_dcpo.runtime import hub
-from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENT_COLUMN, GYM_VERIFIER, OWN_ROLLOUT
+from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENT_COLUMN, OWN_ROLLOUT
 from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank

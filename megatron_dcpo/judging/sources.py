@@ -15,7 +15,6 @@ from megatron_dcpo.data.datasets import Record, task_name
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.brought import (
     ENVIRONMENT_COLUMN,
-    GYM_VERIFIER,
     OWN_ROLLOUT,
     is_environment,
     is_gym,
@@ -24,6 +23,9 @@ from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+# the function that scores answers to Reasoning Gym's problems
+GYM_VERIFIER = "megatron_dcpo.judging.gym:score"
 
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> VerifierChoice:

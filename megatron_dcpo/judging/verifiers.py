@@ -20,9 +20,10 @@ from megatron_dcpo.config.field_types import (
 )
 from megatron_dcpo.judging.answers import AnswerForm, Verifier
 from megatron_dcpo.judging.math.pool import equivalent_math
+from megatron_dcpo.judging.sources import GYM_VERIFIER
 from megatron_dcpo.judging.verifier_kind import PackedTests, Problems, VerifierKind
 from megatron_dcpo.judging.weighted import Member, WeightedSum, common_form, labels
-from megatron_dcpo.runtime.brought import GYM_VERIFIER, is_environment
+from megatron_dcpo.runtime.brought import is_environment
 from megatron_dcpo.runtime.plugins import load_part
 
 FindVerifier = Callable[[VerifierChoice], tuple[Verifier, AnswerForm]]

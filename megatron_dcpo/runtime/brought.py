@@ -12,8 +12,6 @@ BROUGHT = (REASONING_GYM, *ENVIRONMENTS)
 HASH_SEED = "0"
 # the column of a row that names its environment and the input of its scores
 ENVIRONMENT_COLUMN = "environment"
-# the function that scores answers to Reasoning Gym's problems
-GYM_VERIFIER = "megatron_dcpo.judging.gym:score"
 
 
 def is_environment(path: object) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.verdicts import VerifierFailed
 from megatron_dcpo.rollout.engine import EngineError
@@ -44,7 +45,9 @@ def train(config: Config) -> None:
     config = provenance.with_model_here(config)
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
         signals.begin_saving()
-        provenance.prepare(run.directory, config, run.policy.topology.rank)
+        provenance.prepare(
+            run.directory, config, run.policy.topology.rank, options_without_effect(config)
+        )
         done = run.checkpointer.resume()
         _restore_validations(run, done)
         with run.recorder.from_step(done + 1):

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
-from megatron_dcpo.config.supervised import SupervisedConfig
+from megatron_dcpo.config.supervised import SupervisedConfig, supervised_without_effect
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.data.prompts import find_template
@@ -266,7 +266,9 @@ def _train_all_steps(run: SupervisedRun) -> None:
     """Train the steps that are left, in a run directory that is locked. Collective."""
     directory = run.records.directory
     signals.begin_saving()
-    provenance.prepare(directory, run.config, run.policy.topology.rank)
+    provenance.prepare(
+        directory, run.config, run.policy.topology.rank, supervised_without_effect(run.config)
+    )
     done = run.checkpointer.resume()
     with run.records.from_step(done + 1):
         _start(run, done)

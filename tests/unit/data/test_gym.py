@@ -15,8 +15,8 @@ from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.data.gym import HELD_OUT_SEED, GymTask, gym_path, gym_rows, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, Attempt
+from megatron_dcpo.judging.sources import GYM_VERIFIER
 from megatron_dcpo.judging.verifiers import verifiers
-from megatron_dcpo.runtime.brought import GYM_VERIFIER
 from megatron_dcpo.types import VERIFIER_ERROR
 
 SMALL = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&size=3&seed=5"

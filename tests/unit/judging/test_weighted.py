@@ -20,7 +20,6 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.run import settings_of
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, Attempt, Outcome
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.verdicts import VerifierFailed, check_error_rate
 from megatron_dcpo.judging.verifiers import (
     check_problems,
@@ -36,6 +35,7 @@ from megatron_dcpo.training.metrics import verifier_metrics
 from megatron_dcpo.training.provenance import differences
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.types import VERIFIER_ERROR, Prompt, Response
+from tests.helpers.judging import judge_many
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 

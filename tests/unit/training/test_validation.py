@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import Collectives
+from megatron_dcpo.training import held_out_validator
 from megatron_dcpo.training.generation import Generation
 from megatron_dcpo.training.held_out_validator import HeldOutValidator
 from megatron_dcpo.types import Prompt
@@ -47,12 +49,16 @@ def validator(engine: Any, interval: int = 2) -> HeldOutValidator:
     return HeldOutValidator(held_out, generation, unwatched(), config)
 
 
-def test_it_returns_metrics_and_samples() -> None:
+def test_it_returns_metrics_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    responses: list[Any] = []
+    monkeypatch.setattr(
+        held_out_validator, "write_samples", lambda samples, path: responses.extend(samples)
+    )
     engine = Forgetful()
     validation = validator(engine).validate()
     assert validation is not None
     assert validation.metrics == {"evaluation/t/n": 6.0}
-    responses: list[Any] = validation.samples
+    validation.write(Path())
     assert [response.key for response in responses] == [
         (f"p{n}", index) for n in range(3) for index in range(2)
     ]
