@@ -147,7 +147,6 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
             f"run_dir={directory / kind}",
             "logging.to=[]",
             "logging.samples_interval=0",
-            "training.gradient_probe_interval=0",
             "training.save_interval=0",
             "training.export_hf=false",
             *overrides,

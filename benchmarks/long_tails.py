@@ -3,11 +3,10 @@ response.
 
     python benchmarks/run.py long_tails        # DCPO_DATA: where math500/ and qwen_tokenizer/ are
 
-Lengths are those of MATH-500's solutions in Qwen's tokens. *Simulated*: ``dcpo plan --simulate`` of
-the 8B example, whose partial rollouts carry whatever is unfinished. *Measured*: trainings of a
-small policy on the embedded engine, whose responses end at lengths drawn from the same
-distribution, shortened by SHORTEN; both take their steps in turns. Their learning rate is 0, so
-that what began in the first step has the same tokens in both, however often it was interrupted.
+Trainings of a small policy on the embedded engine, whose responses end at lengths drawn from those
+of MATH-500's solutions in Qwen's tokens, shortened by SHORTEN; both take their steps in turns.
+Their learning rate is 0, so that what began in the first step has the same tokens in both, however
+often it was interrupted.
 """
 
 from __future__ import annotations
@@ -23,15 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import policies
-from measurement import DATA, QUICK, REPOSITORY, Measurement, Stepper, absent, steps
+from measurement import DATA, QUICK, Measurement, Stepper, absent, steps
 
 PROMPTS, GROUP, SLOTS, SHORTEN = 16, 4, 64, 4
 STEPS, WARM_UP = (4, 1) if QUICK else (12, 3)
 ALTERNATIVES = {"before": (), "after": ("rollout.max_staleness=2", "rollout.oversample=2")}
-CONFIG = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
-MODEL = (
-    REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"
-)  # its config.json
 
 
 def solution_lengths(data: Path) -> list[int]:
@@ -54,40 +49,8 @@ def measurements() -> Iterator[Measurement]:
             "long tails", "share of slot-steps in use", "waiting for the longest response", reason
         )
         return
-    yield from simulated(lengths)
     with tempfile.TemporaryDirectory() as scratch:
         yield from measured(Path(scratch), [max(1, length // SHORTEN) for length in lengths])
-
-
-def simulated(lengths: list[int]) -> Iterator[Measurement]:
-    from megatron_dcpo.config import load_config
-    from megatron_dcpo.planning.machine import Machine, Rates
-    from megatron_dcpo.planning.simulate import Assumptions, scenarios
-
-    before, after = scenarios(
-        load_config(CONFIG, [f"model.path={MODEL}"]),
-        Machine(gpus=8),
-        Rates(),
-        Assumptions(),
-        lengths,
-    )[:2]
-    raw = {
-        one.name: {"rollout_s": one.mean("rollout"), "step_s": one.mean("seconds"), **one.shares}
-        for one in (before, after)
-    }
-    facts = {"waiting for the longest response": raw}
-    slots = [one.shares["slots"] for one in (after, before)]
-    yield Measurement(
-        "long tails, simulated 8B: utilization",
-        *slots,
-        "share of slot-steps",
-        *facts,
-        1.0,
-        True,
-        raw=raw,
-    )
-    step = [one.mean("seconds") for one in (after, before)]
-    yield Measurement("long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw)
 
 
 def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:

@@ -113,7 +113,6 @@ def overrides(
         f"rollout.max_response_length={tokens}",
         "data.max_prompt_length=16",
         "objective.name=grpo",
-        "training.gradient_probe_interval=0",
         "training.steps=1000",
         "training.save_interval=0",
         "training.export_hf=false",

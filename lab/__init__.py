@@ -5,6 +5,7 @@ imports the package.
 |---|---|
 | `theory/` | `scoring_rules.py`, `gradient_conflict.py`, `drift.py`: one claim each; `run.py` |
 | `testgrid.py` | the methods; training and sampling every cell of the test; their archive |
+| `gradient_probe.py` | gradients of two parts of a loss against each other; a `training.callback` |
 | `probe.py` | gradients of accuracy and calibration against each other, on any policy |
 | `fitted.py` | judged responses, and rows that are fitted on them |
 | `testtables.py`, `world2.py`, `price.py` | tables of the test and two studies |

@@ -40,12 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.config import Config, load_config
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
-from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
-from megatron_dcpo.objectives.method import SCORES
-from megatron_dcpo.policy.gradient_probe import (
+from lab.gradient_probe import (
     ALL,
     PIECE,
     GradientPair,
@@ -55,6 +50,11 @@ from megatron_dcpo.policy.gradient_probe import (
     layer_groups,
     part_gradient,
 )
+from megatron_dcpo.config import Config, load_config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
+from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
+from megatron_dcpo.objectives.method import SCORES
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import current_device

@@ -86,11 +86,7 @@ TRAINING_CURVES = (
     Curve(title="Mean confidence", keys=("confidence/mean",), percent=True),
     Curve("ECE (solid), PCE (dashed)", ("calibration/ece", "calibration/pce")),
     Curve("AUROC", ("calibration/auroc",)),
-    Curve(
-        title="Gradient norm: reasoning, confidence (dashed)",
-        keys=("grad_norm/reasoning", "grad_norm/confidence"),
-        log=True,
-    ),
+    Curve(title="Gradient norm", keys=("grad_norm/total",), log=True),
     Curve("Response length (tokens)", ("length/mean",)),
     Curve(title="Violation rate", keys=("format/violation_rate",), percent=True),
     Curve("Brier score", ("calibration/brier",)),

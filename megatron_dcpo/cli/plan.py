@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # what Machine and Rates take of the GPUs that --gpus N names
 _OF_MACHINE = ("gpu_memory_gb", "reserve_gb", "engine_gpus")
 _OF_RATES = ("peak_tflops", "mfu", "hbm_gbps", "nvlink_gbps", "link_gbps", "gpus_per_node")
-_OF_SIMULATION = ("lengths", "judge_seconds", "judges_per_node")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -71,11 +70,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
-        "--simulate",
-        action="store_true",
-        help="simulate a step event by event and show what waits for what",
-    )
-    shown.add_argument(
         "--fastest",
         action="store_true",
         help="the fastest layouts that fit, and the options that make them",
@@ -84,23 +78,6 @@ def add_parser(subparsers: Subparsers) -> None:
         "--reshard",
         action="store_true",
         help="print only the copy plan of a weight synchronization",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="FILE",
-        help="response lengths to draw from, with --simulate (default: log-normal)",
-    )
-    parser.add_argument(
-        "--judge-seconds",
-        type=_positive,
-        metavar="X",
-        help="seconds to judge a response, with --simulate (default 0.05)",
-    )
-    parser.add_argument(
-        "--judges-per-node",
-        type=positive_int,
-        metavar="N",
-        help="responses judged at a time, with --simulate (default 16)",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -133,24 +110,6 @@ def run(args: argparse.Namespace) -> int:
         machine, rates = this_machine(config, arch, args.response_tokens or 0)
     else:
         machine, rates = _named_machine(args)
-    if args.simulate:
-        from megatron_dcpo.planning.simulate import (
-            Assumptions,
-            read_lengths,
-            scenario_facts,
-            scenario_lines,
-            scenarios,
-        )
-
-        assumed = Assumptions(**_given(args, ("judge_seconds", "judges_per_node")))
-        lengths = read_lengths(args.lengths) if args.lengths else ()
-        simulated = scenarios(config, machine, rates, assumed, lengths)
-        if args.json:
-            print(json.dumps(scenario_facts(simulated)))
-        else:
-            lines = scenario_lines(simulated, rates, assumed, args.lengths)
-            print("\n".join(lines))
-        return 0
     plan = make_plan(config, machine, rates)
     if args.fastest:
         from megatron_dcpo.planning.fastest import fastest, fastest_lines
@@ -174,10 +133,8 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_what_is_not_read(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that changes nothing about what is asked for."""
     if args.reshard:
-        unread = (*_OF_MACHINE, *_OF_RATES, *_OF_SIMULATION, "response_tokens")
+        unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
         refuse_given(args, unread, "does not go with --reshard, which counts bytes alone")
-    if not args.simulate:
-        refuse_given(args, _OF_SIMULATION, "goes with --simulate")
     if args.gpus is None:
         why = "goes with --gpus N; without it this machine is planned for"
         refuse_given(args, (*_OF_MACHINE, *_OF_RATES), why)

@@ -564,22 +564,10 @@ def generation_alongside_training_needs_a_server(config: Config) -> Problem:
 
 
 @rule("train")
-def a_rollout_of_ones_own_is_not_continued(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.function and rollout.max_staleness:
-        return (
-            f"rollout.max_staleness={rollout.max_staleness} does not go with rollout.function, "
-            "whose responses cannot be continued; remove one of them"
-        )
-    return None
-
-
-@rule("train")
 def one_thing_makes_the_responses(config: Config) -> Problem:
     rollout = config.rollout
-    named = [name for name in ("function", "agent", "command") if getattr(rollout, name)]
-    if len(named) > 1:
-        return f"rollout.{named[0]} and rollout.{named[1]} both make the responses; remove one"
+    if rollout.agent and rollout.command:
+        return "rollout.agent and rollout.command both make the responses; remove one"
     return None
 
 
@@ -631,17 +619,6 @@ def sessions_of_agents_have_no_routing_replay(config: Config) -> Problem:
 
 
 @rule("train")
-def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.function and rollout.routing_replay:
-        return (
-            "rollout.routing_replay does not go with rollout.function: nobody chose experts for "
-            "tokens that were not sampled; remove one of them"
-        )
-    return None
-
-
-@rule("train")
 def generation_alongside_training_needs_a_correction(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.async_steps and _is_uncorrected(config):
@@ -684,23 +661,6 @@ def a_filter_by_the_reasoning_needs_a_reward_for_correctness(config: Config) -> 
         return (
             "rollout.filter_groups=reasoning draws groups that train the confidence alone, and "
             "objective.block_groups=all trains both blocks on every group; remove one of them"
-        )
-    return None
-
-
-@rule("train")
-def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> Problem:
-    if config.objective.weight_confidence != "balanced":
-        return None
-    if not config.training.gradient_probe_interval:
-        return (
-            "objective.weight_confidence=balanced reads the gradients of the two blocks; set "
-            "training.gradient_probe_interval (each measurement is a second backward pass)"
-        )
-    if config.model.adapter is not None:
-        return (
-            "objective.weight_confidence=balanced does not go with model.adapter, whose "
-            "gradients by block are not measured; set a number"
         )
     return None
 

@@ -472,9 +472,9 @@ class TrainingConfig(LoopConfig):
     """Metric of the validation, METRIC or BENCHMARK/METRIC, whose best checkpoint is kept too."""
     early_stop: NonNegative = 0
     """End when N validations in a row have not improved on keep_best (0: never)."""
-    gradient_probe_interval: NonNegative = 50
-    """Compare the gradients of accuracy and calibration in the first step and every N steps (0:
-    never).
+    callback: str = ""
+    """Function (updater, samples, step) by import path, called before every update; the numbers
+    that it returns are metrics.
     """
     profile_steps: tuple[Positive, ...] = ()
     """Steps of which the first rank leaves a trace in profile/."""

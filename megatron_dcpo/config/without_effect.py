@@ -15,7 +15,6 @@ from megatron_dcpo.config.sections import (
     LoopConfig,
     RolloutConfig,
     RunConfig,
-    TrainingConfig,
 )
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
 from megatron_dcpo.runtime.brought import BROUGHT
@@ -120,9 +119,4 @@ def _of_updates(config: Config) -> Iterator[str]:
         yield (
             "training.offload_optimizer_during_rollout changes nothing with model.adapter, whose "
             "state is small"
-        )
-    if training.gradient_probe_interval not in (0, TrainingConfig.gradient_probe_interval):
-        yield (
-            "training.gradient_probe_interval changes nothing with model.adapter, whose gradients "
-            "by block are not measured"
         )

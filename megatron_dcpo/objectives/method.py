@@ -125,13 +125,6 @@ class Method:
         options = self.options.model_copy(update={"entropy_coef_reasoning": coef})
         return replace(self, options=options)
 
-    def with_confidence_weight(self, weight: float) -> Method:
-        """Return the method with another factor of the confidence's loss
-        (``weight_confidence: balanced``).
-        """
-        options = self.options.model_copy(update={"weight_confidence": weight})
-        return replace(self, options=options)
-
     def score(
         self, samples: Sequence[TrainingSample], scores: np.ndarray | None = None
     ) -> list[TrainingSample]:

@@ -99,10 +99,8 @@ class ObjectiveConfig(BaseModel):
     """Truncated responses train nothing; they still count in the statistics of their group."""
     weight_reasoning: NonNegative = 1.0
     """Factor of all terms of the loss on reasoning tokens."""
-    weight_confidence: NonNegative | Literal["balanced"] = 1.0
-    """Factor of all terms of the loss on confidence tokens; balanced adapts it to the two blocks'
-    gradients, which training.gradient_probe_interval measures.
-    """
+    weight_confidence: NonNegative = 1.0
+    """Factor of all terms of the loss on confidence tokens."""
     ratio: Literal["token", "sequence"] = "token"
     """Ratio of new to old probability: of a token, or its geometric mean over the response (GSPO).
     """
@@ -207,13 +205,8 @@ class ObjectiveConfig(BaseModel):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Return the factors of the two blocks, in the order of :data:`BLOCKS`. One that adapts
-        itself begins with 1.
-        """
-        confidence = self.weight_confidence
-        if confidence == "balanced":
-            return self.weight_reasoning, 1.0
-        return self.weight_reasoning, confidence
+        """Return the factors of the two blocks, in the order of :data:`BLOCKS`."""
+        return self.weight_reasoning, self.weight_confidence
 
     def blocks(self, option: str) -> tuple[Any, ...]:
         """Return the values of a block option, in the order of :data:`BLOCKS`."""

@@ -5,20 +5,12 @@ confidence's gradient small against the reasoning's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_dcpo.objectives.advantages import Scores, normalize
 from megatron_dcpo.objectives.options import ObjectiveConfig
-
-# Largest norm of the confidence's gradient, as a multiple of the reasoning's. Under Adam, which
-# both blocks share, a gradient orthogonal to the reasoning's shortens the reasoning's step by
-# r / sqrt(r^2 + c^2): to .96 at this ratio.
-BALANCED_RATIO = 0.3
-# Largest factor by which one measurement changes the weight.
-BALANCED_CHANGE = 2.0
 
 
 def with_length_penalty(
@@ -53,18 +45,3 @@ def adapted_entropy_coef(
         coef = max(coef + options.entropy_delta, 0.0)
         return coef, coef
     return max(coef - options.entropy_delta, 0.0), 0.0
-
-
-def balanced_weight(weight: float, reasoning_norm: float, confidence_norm: float) -> float:
-    """Return the next factor of the confidence's loss, from the gradient norms of the two blocks
-    that were measured with the factor ``weight``.
-
-    w' = min(1, w * BALANCED_RATIO * r / c), with at most a factor of BALANCED_CHANGE between w and
-    w'. A norm of 0, or one that is not finite, says nothing: w' = w.
-    """
-    measured = (reasoning_norm, confidence_norm)
-    if not all(math.isfinite(norm) and norm > 0 for norm in measured):
-        return weight
-    change = BALANCED_RATIO * reasoning_norm / confidence_norm
-    change = min(max(change, 1 / BALANCED_CHANGE), BALANCED_CHANGE)
-    return min(1.0, weight * change)

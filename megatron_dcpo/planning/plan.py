@@ -7,9 +7,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.config import Config
@@ -66,8 +66,8 @@ class Stage:
 
     On the device there are, in training, ``state``, the larger of ``activations`` and the
     ``reference`` policy's forward pass, and the part of the ``engine`` that stays; in a rollout
-    there is ``resting``. On the host there are ``host_copies`` (the probe's gradients, the
-    reference policy, offloaded state) and ``saved``, the copy from which a checkpoint is written.
+    there is ``resting``. On the host there are ``host_copies`` (the reference policy,
+    offloaded state) and ``saved``, the copy from which a checkpoint is written.
     """
 
     stage: int
@@ -170,6 +170,17 @@ class Plan:
         """Return the bytes on the busiest node, with a checkpoint's copy."""
         ranks = min(self.machine.gpus, self.rates.gpus_per_node)
         return ranks * max(stage.host_copies + stage.saved for stage in self.stages)
+
+    @property
+    def signal_lead(self) -> int:
+        """Return the seconds, in whole minutes, that a batch job needs between its warning and its
+        end: for the step under way and for a checkpoint to reach the disk. A validation is not in
+        it.
+        """
+        ranks = min(self.machine.gpus, self.rates.gpus_per_node)
+        saved = ranks * max(stage.saved for stage in self.stages)
+        seconds = self.step + saved / (DISK_GBPS * GB) + _MARGIN_SECONDS
+        return math.ceil(seconds / 60) * 60
 
     @property
     def peak(self) -> int:
@@ -389,10 +400,6 @@ def _stage(
         micro_batches=micro_batches.count,
     )
     weights = state.numel * dtype_bytes(config.model.params_dtype)
-    # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
-    probe = 0
-    if config.training.gradient_probe_interval:
-        probe = 4 * state.shard_numel
     resting = state.total
     offloaded = 0
     if config.training.offload_optimizer_during_rollout:
@@ -408,7 +415,7 @@ def _stage(
         reference=reference,
         engine=engine.resident,
         resting=resting,
-        host_copies=probe + offloaded + reference,
+        host_copies=offloaded + reference,
         saved=_saved(layout, config, state, replicas),
     )
 
@@ -491,155 +498,6 @@ def _fetched(model: hub.HubModel) -> Path:
         ) from None
 
 
-# ---------------------------------------------------------------------------------- what would help
-
-
-def advice(plan: Plan) -> list[str]:
-    """Return the changes that would help, the cheapest first; nothing if the plan fits."""
-    if plan.fits:
-        return []
-    changes = []
-    limit = (plan.machine.gpu_memory_gb - plan.machine.reserve_gb) * GB
-    if plan.rollout_bytes > limit:
-        if not plan.config.training.offload_optimizer_during_rollout:
-            changes.append("training.offload_optimizer_during_rollout=true")
-        changes += _engine_advice(plan, limit)
-    if plan.largest.total > limit:
-        changes += _training_advice(plan, limit)
-    if not plan.engine_fits:
-        changes.append(_larger_engine(plan))
-    return changes
-
-
-def _larger_engine(plan: Plan) -> str:
-    """Return what makes room for a sequence in an engine that has none."""
-    rollout = plan.config.rollout
-    for size in (2, 4, 8, 16):
-        if size <= rollout.tensor_model_parallel_size:
-            continue
-        larger = replace(rollout, tensor_model_parallel_size=size)
-        try:
-            other = make_plan(replace(plan.config, rollout=larger), plan.machine, plan.rates)
-        except UserError:  # it does not divide the GPUs, or the model
-            continue
-        if other.engine_fits:
-            return f"rollout.tensor_model_parallel_size={size}, for room for a response"
-    return (
-        "an engine has no room for a response: a larger rollout.gpu_memory_utilization, a shorter "
-        "rollout.max_response_length, or more GPUs for an engine"
-    )
-
-
-def _training_advice(plan: Plan, limit: float) -> list[str]:
-    parallel = plan.config.parallel
-    largest = plan.largest
-    activations = largest.activations
-    over = largest.total - limit
-    changes = []
-    if not parallel.use_distributed_optimizer and plan.data_parallel > 1:
-        changes.append("parallel.use_distributed_optimizer=true")
-    if activations.layers > over / 4 and parallel.recompute_granularity != "full":
-        changes.append("parallel.recompute_granularity=full")
-    if plan.layout.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        changes.append("parallel.sequence_parallel=true")
-    if activations.total > over / 4:
-        key = "micro_batch_size"
-        if parallel.sequence_packing:
-            key = "max_tokens_per_micro_batch"
-        changes.append(f"a smaller training.{key}, or a larger parallel.context_parallel_size")
-    if largest.engine:
-        changes.append(
-            "an engine that does not stay on the GPU while the policy trains (rollout.engine)"
-        )
-    changes.append("more tensor or pipeline parallelism, or more GPUs")
-    return changes
-
-
-def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
-    """Return the name of the fastest kind of recomputation that fits as well, and the plan with it;
-    None if there is none faster than the configured one.
-    """
-    if not plan.fits:
-        return None
-    parallel = plan.config.parallel
-    kinds: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-    for kind in kinds[: kinds.index(parallel.recompute_granularity)]:
-        changed = replace(plan.config, parallel=replace(parallel, recompute_granularity=kind))
-        other = make_plan(changed, plan.machine, plan.rates)
-        if other.fits:
-            return kind, other
-    return None
-
-
-def _engine_advice(plan: Plan, limit: float) -> list[str]:
-    engine = plan.engine
-    rollout = plan.config.rollout
-    room = limit - (plan.rollout_bytes - engine.kv_cache - engine.sampling)
-    if engine.kind == "vllm":
-        share = (room + engine.weights) / (plan.machine.gpu_memory_gb * GB)
-        fitting = math.floor(share * 100) / 100
-        if room > 0:
-            return [f"rollout.gpu_memory_utilization={fitting:.2f} (or lower)"]
-    elif room > 0:
-        per_sequence = (engine.kv_cache + engine.sampling) / engine.concurrent
-        sequences = int(room // per_sequence) // rollout.group_size * rollout.group_size
-        if sequences:
-            return [
-                f"rollout.max_num_seqs={sequences} (the embedded engine's keys and values), or "
-                "the vLLM engine"
-            ]
-    return [
-        "the engine's weights do not fit next to the policy's state: a larger "
-        "rollout.tensor_model_parallel_size (vLLM)"
-    ]
-
-
-# --------------------------------------------------------------------------- the end of a batch job
-
-
-@dataclass(frozen=True)
-class Lead:
-    """The seconds of the longest step, every response at its longest, as far as a signal lets it go
-    on; and those in which a checkpoint reaches the disk.
-    """
-
-    step: float
-    save: float
-
-    @property
-    def seconds(self) -> int:
-        """Return the least lead of a warning, in whole minutes."""
-        return math.ceil((self.step + self.save + _MARGIN_SECONDS) / 60) * 60
-
-
-def lead_of(plan: Plan) -> Lead:
-    """Return the lead that ``plan`` needs. A validation is not in it."""
-    longest = plan
-    if plan.machine.response_tokens:
-        machine = replace(plan.machine, response_tokens=0)
-        longest = make_plan(plan.config, machine, plan.rates)
-    seconds = longest.seconds
-    step = seconds.total
-    if plan.config.rollout.async_steps:
-        step = seconds.beside
-    elif _gives_up_a_rollout(plan):
-        step -= seconds.rollout
-    ranks = min(plan.machine.gpus, plan.rates.gpus_per_node)
-    saved = ranks * max(stage.saved for stage in plan.stages)
-    return Lead(step=step, save=saved / (DISK_GBPS * GB))
-
-
-def _gives_up_a_rollout(plan: Plan) -> bool:
-    """Return whether a signal ends a rollout at the next token: an engine of one rank of the
-    trainer does so. A server's requests, and an engine of several ranks, go on to their end.
-    """
-    rollout = plan.config.rollout
-    is_own = bool(rollout.function) or rollout.runs_agents
-    if is_own or plan.engine.kind == "server":
-        return False
-    return plan.engine.tensor_model_parallel_size == 1
-
-
 # ------------------------------------------------------------------------------------ as plain data
 
 
@@ -673,11 +531,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak,
         "gpu_memory_bytes": int(plan.machine.gpu_memory_gb * GB),
         "fits": plan.fits,
-        "change": advice(plan),
         "bytes_sent_per_step": asdict(plan.traffic),
         "resharding_bytes": plan.resharding,
         "step_seconds": seconds,
-        "signal_lead_seconds": lead_of(plan).seconds,
+        "signal_lead_seconds": plan.signal_lead,
         "assumptions": {
             **asdict(plan.rates),
             "reserve_gb": plan.machine.reserve_gb,

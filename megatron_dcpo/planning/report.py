@@ -15,14 +15,7 @@ from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.config.sections import REQUEST_SECONDS
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB
-from megatron_dcpo.planning.plan import (
-    DISK_GBPS,
-    Plan,
-    advice,
-    architecture_of,
-    lead_of,
-    less_recomputation,
-)
+from megatron_dcpo.planning.plan import Plan, architecture_of
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.weights.adapter_shape import adapter_shape
@@ -32,9 +25,6 @@ from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
 from megatron_dcpo.weights.table import number_of_parameters
-
-# of --signal=B:USR1@SECONDS in the batch scripts of examples/slurm
-OF_THE_SCRIPTS = 900
 
 
 def print_plan(plan: Plan) -> None:
@@ -50,7 +40,7 @@ def print_plan(plan: Plan) -> None:
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
     if not plan.on_cpu:
-        console.print(_lead_line(plan))
+        console.print(f"Slurm: --signal=B:USR1@{plan.signal_lead} at least")
     if plan.machine.engine_gpus and plan.seconds.rollout > REQUEST_SECONDS:
         console.print(
             f"A response waits in the servers' queue for up to {plan.seconds.rollout:.0f} s, and "
@@ -58,19 +48,8 @@ def print_plan(plan: Plan) -> None:
             "data.prompts_per_step, or a shorter rollout.max_response_length"
         )
     limit = f"{plan.machine.gpu_memory_gb:.4g} GB"
-    if not plan.fits:
-        changes = "; ".join(advice(plan))
-        console.print(f"does not fit: {_gb(plan.peak)} GB of {limit}. What to change: {changes}")
-        return
-    console.print(f"fits: {_gb(plan.peak)} GB of {limit}")
-    faster = less_recomputation(plan)
-    if faster:
-        name, other = faster
-        training = _gb(other.largest.total + _always(other))
-        console.print(
-            f"parallel.recompute_granularity={name} would fit as well: training {training} GB, "
-            f"update {other.seconds.update:.0f} s instead of {plan.seconds.update:.0f} s"
-        )
+    verdict = "fits" if plan.fits else "does not fit"
+    console.print(f"{verdict}: {_gb(plan.peak)} GB of {limit}; dcpo plan --fastest: other layouts")
 
 
 def _model_line(plan: Plan) -> str:
@@ -239,7 +218,7 @@ def _other_rows(plan: Plan) -> list[_MemoryRow]:
         ),
         _MemoryRow(name="sampling", rollout=engine.sampling),
         _MemoryRow(
-            name="gradients of the probe, reference policy",
+            name="reference policy",
             training=copies,
             saving=copies,
             rollout=copies,
@@ -426,18 +405,3 @@ def _size(nbytes: int) -> str:
     if nbytes >= 2**20:
         return f"{nbytes / 2**20:.1f} MiB"
     return f"{nbytes} B"
-
-
-def _lead_line(plan: Plan) -> str:
-    """Return one line on the warning of a batch script."""
-    lead = lead_of(plan)
-    line = (
-        f"Slurm: --signal=B:USR1@{lead.seconds} at least, for {lead.step:.0f} s of a step at its "
-        f"longest and {lead.save:.0f} s of a save, at {DISK_GBPS:g} GB/s a node"
-    )
-    if lead.seconds > OF_THE_SCRIPTS:
-        line += (
-            f"; the {OF_THE_SCRIPTS} of examples/slurm are too short: sbatch "
-            f"--signal=B:USR1@{lead.seconds} ..."
-        )
-    return line

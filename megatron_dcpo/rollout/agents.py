@@ -112,8 +112,8 @@ def options_of(
 
 
 class AgentRollout:
-    """Runs agents on the samples of a rollout; has the shape of a user's rollout function. The
-    door and the processes live until :meth:`close`.
+    """Runs agents on the samples of a rollout; the door and the processes live until
+    :meth:`close`.
     """
 
     def __init__(self, engine: Engine, chat: ChatTokens, options: AgentOptions, model: str) -> None:

@@ -49,7 +49,6 @@ PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "rollout.top_p": (1.0,),
         "rollout.top_k": (0,),
         "rollout.max_response_length": (3000,),
-        "rollout.function": ("",),
         "rollout.agent": ("",),
         "rollout.command": ("",),
         "rollout.filter_groups": ("none",),

@@ -1,7 +1,5 @@
-"""Generation: this rank's engine samples responses.
-
-A user may replace how responses come about (``rollout.function``): several turns, tools, an
-environment. Whatever does it yields responses as :meth:`megatron_dcpo.rollout.Engine.stream` does.
+"""Generation: this rank's engine samples responses, or agents do with it (``rollout.agent``), which
+yield theirs as :meth:`megatron_dcpo.rollout.Engine.stream` does.
 """
 
 from __future__ import annotations
@@ -9,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_dcpo.rollout.engine import (
     Engine,
@@ -27,8 +26,18 @@ from megatron_dcpo.training.engine_failures import (
 )
 from megatron_dcpo.types import Response
 
-# A user's rollout, ready to be called: samples, sampling, step -> responses as they are finished.
+# samples, sampling, step -> responses as they are finished
 Stream = Callable[[Samples, SamplingConfig, int], Generator[list[Response], None, None]]
+
+
+class Agents(Protocol):
+    """What makes the responses where a run has ``rollout.agent``, beside this rank's engine."""
+
+    stream: Stream
+
+    def close(self) -> None:
+        """End the processes of the agents."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,8 @@ class EngineShare:
 class Generation:
     """Samples with this rank's ``engine``.
 
-    ``function`` replaces the engine's own stream (``rollout.function``). ``watch`` ends the job if
-    an engine of several ranks failed on one of them alone.
+    ``agents`` replace the engine's stream. ``watch`` ends the job if an engine of several ranks
+    failed on one of them alone.
     """
 
     def __init__(
@@ -69,12 +78,12 @@ class Generation:
         engine: Engine,
         collectives: Collectives,
         watch: Watchdog,
-        function: Stream | None = None,
+        agents: Stream | None = None,
     ) -> None:
         self.engine = engine
         self.collectives = collectives
         self.watch = watch
-        self.function = function
+        self.agents = agents
         self.share = EngineShare.of(engine, collectives)
 
     def stream(
@@ -103,8 +112,8 @@ class Generation:
     def _own_stream(
         self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
     ) -> Generator[list[Response], None, None]:
-        if self.function is not None:
-            return self.function(samples, sampling, step)
+        if self.agents is not None:
+            return self.agents(samples, sampling, step)
         if partial is not None:
             return self.engine.stream(samples, sampling, step, partial=partial)
         return self.engine.stream(samples, sampling, step)

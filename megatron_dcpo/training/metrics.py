@@ -12,6 +12,7 @@ import numpy as np
 from megatron_dcpo.calibration import abstention_rates, summarize
 from megatron_dcpo.calibration.summary import OF_CONFIDENCE
 from megatron_dcpo.data.problem_kinds import kinds_of
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.batching import sequence_length
@@ -22,7 +23,6 @@ from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
 
-COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
 LOSS_METRICS = {
     "clipped": "loss/clip_fraction",
     "ratio": "loss/ratio",
@@ -35,11 +35,16 @@ def step_metrics(
     samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers
 ) -> dict[str, Any]:
     """Return the record of one step. Undefined values are NaN here and null in the file."""
-    return {
+    metrics = {
         **response_metrics(samples),
         **update_metrics(samples, statistics),
         **phase_metrics(samples, timers),
     }
+    for name, values in statistics.callback.items():
+        if name in metrics:
+            raise UserError(f"training.callback returned {name}, which every step has; rename it")
+        metrics[name] = _mean_of_updates(values)
+    return metrics
 
 
 def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
@@ -81,14 +86,12 @@ def update_metrics(
     samples: Sequence[TrainingSample], statistics: UpdateStatistics
 ) -> dict[str, Any]:
     """Return what the updates of a step measured: losses, gradients, engine against trainer."""
-    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
     sampled_tokens = sum(map(sequence_length, samples))
     trained_tokens = sum(map(sequence_length, statistics.trained))
     return {
         "loss/policy": _mean_of_updates(statistics.losses),
         **loss_metrics(statistics.sums),
         "grad_norm/total": _mean_of_updates(statistics.grad_norms),
-        **(unmeasured | statistics.block_gradients),
         **statistics.coefficients,
         **mismatch_metrics(statistics.sums),
         **statistics.maxima,

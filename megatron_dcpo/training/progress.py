@@ -51,9 +51,6 @@ class Progress:
 
     def log_step(self, step: int, metrics: Mapping[str, Any], left: str) -> None:
         """Show the row of a step of RL, and what is ``left`` of the time."""
-        probed = ""
-        if metrics["grad_norm/reasoning"] >= 0:  # it is NaN without the probe
-            probed = ", the gradient probe's pass included"
         self.show(
             step,
             line=(
@@ -64,7 +61,7 @@ class Progress:
             ),
             speed=f"{metrics['tokens/s/step']:,.0f} tokens/s",
             details=f"loss {metrics['loss/policy']:+.4f}  {metrics['time/step']:.2f} s",
-            note=f"{left}{probed}",
+            note=left,
         )
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -6,16 +6,14 @@ import datetime
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config, RunConfig
@@ -23,14 +21,11 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import Method, build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
-from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.rollout.engine_options import EngineOptions
-from megatron_dcpo.rollout.function import RolloutContext, checked_stream, load_rollout_function
 from megatron_dcpo.rollout.local_engine import build_local_engine
-from megatron_dcpo.rollout.sampling import Samples, SamplingConfig
 from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.device import capabilities
@@ -39,7 +34,7 @@ from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
-from megatron_dcpo.training.generation import Generation, Stream
+from megatron_dcpo.training.generation import Agents, Generation, Stream
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -67,11 +62,11 @@ from megatron_dcpo.training.sources import (
     trained_problems,
 )
 from megatron_dcpo.training.trainer import Trainer
-from megatron_dcpo.training.updater import Reference, Updater
+from megatron_dcpo.training.updater import Callback, Reference, Updater, load_callback
 from megatron_dcpo.training.validation import HeldOutProblems, Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
-from megatron_dcpo.types import Judgement, Response
+from megatron_dcpo.types import Judgement
 from megatron_dcpo.weights.reshard import plan_for
 
 logger = logging.getLogger(__name__)
@@ -108,6 +103,7 @@ class Inputs:
     """What a run reads before anything is allocated: all of it has been checked."""
 
     method: Method
+    callback: Callback | None
     tokenizer: PreTrainedTokenizerBase
     sources: list[LoadedSource]
     held_out: HeldOutProblems | None
@@ -154,9 +150,10 @@ def build(config: Config) -> Iterator[Run]:
         ),
         topology=topology,
     )
-    own = own_rollout(config, inputs, engine)
-    rollouts = build_rollouts(config, inputs, engine, own.stream, watch, timers)
-    updater = build_updater(config, inputs.method, policy, optimizer, reference)
+    agents = agent_rollout(config, inputs, engine) if config.rollout.runs_agents else None
+    stream = agents.stream if agents is not None else None
+    rollouts = build_rollouts(config, inputs, engine, stream, watch, timers)
+    updater = build_updater(config, inputs, policy, optimizer, reference)
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
         saver=saver,
@@ -194,11 +191,12 @@ def build(config: Config) -> Iterator[Run]:
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
-        validator=build_validator(config, inputs, engine, own.stream, watch, timers),
+        validator=build_validator(config, inputs, engine, stream, watch, timers),
         selection=Selection(config.training.keep_best, config.training.early_stop),
     )
     with watch, ExitStack() as stack:
-        stack.callback(own.close)
+        if agents is not None:
+            stack.callback(agents.close)
         stack.push(rollouts.close)
         yield run
 
@@ -208,6 +206,7 @@ def read_inputs(config: Config) -> Inputs:
     :class:`UserError`.
     """
     method = build_method(config.objective)
+    callback = load_callback(config.training.callback)
     arch = check_model(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(config)
@@ -223,6 +222,7 @@ def read_inputs(config: Config) -> Inputs:
         logger.warning(line)
     return Inputs(
         method=method,
+        callback=callback,
         tokenizer=tokenizer,
         sources=sources,
         held_out=held_out,
@@ -338,15 +338,12 @@ def _opened(
 
 def build_updater(
     config: Config,
-    method: Method,
+    inputs: Inputs,
     policy: Policy,
     optimizer: Optimizer,
     reference: Reference | None,
 ) -> Updater:
-    """Return the updater, with a gradient probe when all parameters are trained."""
-    probe = None
-    if isinstance(optimizer, PolicyOptimizer):
-        probe = partial(probe_block_gradients, policy, optimizer.megatron)
+    """Return the updater of the policy."""
     trainer = Trainer(
         policy=policy,
         optimizer=optimizer,
@@ -356,9 +353,9 @@ def build_updater(
     )
     return Updater(
         trainer=trainer,
-        method=method,
+        method=inputs.method,
         reference=reference,
-        probe=probe,
+        callback=inputs.callback,
         config=config,
     )
 
@@ -443,7 +440,7 @@ def build_rollouts(
     config: Config,
     inputs: Inputs,
     engine: Engine,
-    own: Stream | None,
+    agents: Stream | None,
     watch: Watchdog,
     timers: Timers,
 ) -> Rollouts:
@@ -460,7 +457,7 @@ def build_rollouts(
             engine=engine,
             collectives=collectives,
             watch=watch,
-            function=own,
+            agents=agents,
         ),
         judge=partial(inputs.judge, eos_ids=engine.eos_token_ids),
         method=inputs.method,
@@ -472,53 +469,26 @@ def build_rollouts(
     return AsyncRollouts(sampler=sampler, timers=timers, last_step=config.training.steps)
 
 
-class OwnRollout(NamedTuple):
-    """What replaces the engine's own stream, None if nothing does, and what ends it."""
-
-    stream: Stream | None = None
-    close: Callable[[], None] = lambda: None
-
-
-def own_rollout(config: Config, inputs: Inputs, engine: Engine) -> OwnRollout:
-    """Return the user's rollout: that of agents, or the function that ``rollout.function`` names.
-    Raises :class:`UserError` if it cannot be loaded.
-    """
-    if config.rollout.runs_agents:
-        prompts = [prompt for source in inputs.sources for prompt in source.prompts]
-        if inputs.held_out is not None:
-            prompts += inputs.held_out.prompts.values()
-        agents = load_part(_AGENTS)(
-            config=config,
-            engine=engine,
-            tokenizer=inputs.tokenizer,
-            prompts=prompts,
-            sequence_tokens=longest_sequence(config, inputs.held_out),
-        )
-        return OwnRollout(agents.stream, agents.close)
-    path = config.rollout.function
-    if not path:
-        return OwnRollout()
-    function = load_rollout_function(path)
-    vocab_size = read_architecture(config.model.path).vocab_size
-
-    def stream(
-        samples: Samples, sampling: SamplingConfig, step: int
-    ) -> Generator[list[Response], None, None]:
-        context = RolloutContext(
-            engine=engine, tokenizer=inputs.tokenizer, sampling=sampling, step=step
-        )
-        return checked_stream(
-            function=function, path=path, samples=samples, context=context, vocab_size=vocab_size
-        )
-
-    return OwnRollout(stream)
+def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> Agents:
+    """Return what runs agents beside this rank's engine."""
+    prompts = [prompt for source in inputs.sources for prompt in source.prompts]
+    if inputs.held_out is not None:
+        prompts += inputs.held_out.prompts.values()
+    agents: Agents = load_part(_AGENTS)(
+        config=config,
+        engine=engine,
+        tokenizer=inputs.tokenizer,
+        prompts=prompts,
+        sequence_tokens=longest_sequence(config, inputs.held_out),
+    )
+    return agents
 
 
 def build_validator(
     config: Config,
     inputs: Inputs,
     engine: Engine,
-    own: Stream | None,
+    agents: Stream | None,
     watch: Watchdog,
     timers: Timers,
 ) -> Validator | None:
@@ -529,7 +499,7 @@ def build_validator(
         engine=engine,
         collectives=Collectives(),
         watch=watch,
-        function=own,
+        agents=agents,
     )
     validator: Validator = load_part(_VALIDATOR)(
         held_out=inputs.held_out, generation=generation, timers=timers, config=config

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,14 +49,15 @@ class UpdateStatistics:
     """What the updates of one rollout measured.
 
     ``sums`` add up over tokens and ranks, ``maxima`` do not. ``trained`` are the samples that took
-    part in forward and backward, ``skipped`` counts updates that were not finite.
+    part in forward and backward, ``skipped`` counts updates that were not finite. ``callback`` has
+    what ``training.callback`` measured before each update.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    block_gradients: dict[str, float] = field(default_factory=dict)
+    callback: dict[str, list[float]] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
     learning_rate: float = 0.0
     skipped: int = 0
@@ -89,16 +90,14 @@ class Trainer:
         loss: Loss,
         *,
         separable: bool,
-        chosen: Collection[int] | None = None,
     ) -> list[dict[str, float]]:
         """Add the gradient of a mini-batch's ``loss`` to the buffers; return the statistics of each
         micro-batch on the last pipeline stage. Collective.
 
-        Only the samples at the indices ``chosen`` are computed; None computes all of them. This
-        rank must have the tokens of its share (:meth:`fetch_share`). ``separable``:
+        This rank must have the tokens of its share (:meth:`fetch_share`). ``separable``:
         :func:`megatron_dcpo.policy.schedule.accumulate_gradients`.
         """
-        indices, micro_batches = self.deal(samples, chosen)
+        indices, micro_batches = self.deal(samples)
         return accumulate_gradients(
             self.policy,
             [samples[index] for index in indices],
@@ -132,19 +131,12 @@ class Trainer:
         """Continue after ``step``. Malformed state is a TypeError, ValueError or LookupError."""
         self.nonfinite_in_a_row = int(saved["nonfinite_in_a_row"])
 
-    def deal(
-        self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
-    ) -> tuple[list[int], list[list[int]]]:
+    def deal(self, samples: Sequence[TrainingSample]) -> tuple[list[int], list[list[int]]]:
         """Deal a mini-batch, equal on all ranks, over the data-parallel ranks: return the indices
         of this rank's samples, and its micro-batches as lists of positions in the list of these.
-
-        Which rank has a sample depends on the whole mini-batch, so that the ``chosen`` samples are
-        where the others would be computed with them.
         """
         lengths = [sequence_length(sample) for sample in samples]
         shares = assign_to_ranks(lengths, self.topology.dp_size)
-        if chosen is not None:
-            shares = [[index for index in share if index in chosen] for share in shares]
         virtual = self.parallel.virtual_pipeline_model_parallel_size > 1
         micro_batches = split_micro_batches(
             [[lengths[index] for index in share] for share in shares],

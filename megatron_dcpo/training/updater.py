@@ -11,9 +11,8 @@ denominators are global. Tokens are on the ranks that compute them (training/dea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,28 +21,36 @@ import torch
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method, mean_logprob, rows_of_groups
-from megatron_dcpo.objectives.shaping import adapted_entropy_coef, balanced_weight
-from megatron_dcpo.policy.gradient_probe import PairComparison
+from megatron_dcpo.objectives.shaping import adapted_entropy_coef
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.plugins import check_signature, load_object, raised
 from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.training.mismatch import LARGEST, mismatch_statistics
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
-from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
+from megatron_dcpo.types import MicroBatch, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
 Reference = Callable[[], AbstractContextManager[Policy]]
-Accumulate = Callable[[], list[dict[str, float]]]
-# A backward pass of a part of the loss and one of the whole loss -> what the second one returns,
-# and norms and cosine of the part's gradient and the rest's.
-Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]]
+# updater, scored mini-batch, step -> metrics
+Callback = Callable[["Updater", Sequence[TrainingSample], int], Mapping[str, float]]
+
+
+def load_callback(path: str) -> Callback | None:
+    """Return the function that ``training.callback`` names, if any. Raises :class:`UserError`."""
+    if not path:
+        return None
+    function: Callback = load_object(path, "training.callback")
+    check_signature(function, path, "training.callback", "updater", "samples", "step")
+    return function
 
 
 class Updater:
     """Has the ``trainer`` take optimizer steps on samples that the ``method`` scored.
 
-    ``reference`` opens the starting policy, which a KL loss needs. ``probe`` compares the gradients
-    of the two blocks; None if the optimizer does not give them.
+    ``reference`` opens the starting policy, which a KL loss needs. ``callback`` is called before
+    every optimizer step with the updater, the scored mini-batch and the number of the step; it may
+    use the gradient buffers, which are cleared after it, and its numbers are metrics.
     """
 
     def __init__(
@@ -51,23 +58,20 @@ class Updater:
         trainer: Trainer,
         method: Method,
         reference: Reference | None,
-        probe: Probe | None,
+        callback: Callback | None,
         config: Config,
     ) -> None:
         self.trainer = trainer
         self.method = method
         self.reference = reference
-        self.probe = probe
+        self.callback = callback
         self.rollout = config.rollout
         self.updates_per_rollout = config.training.updates_per_rollout
-        self.probe_interval = config.training.gradient_probe_interval
+        self.callback_name = config.training.callback
         self.measures_mismatch = True
         coef = method.options.entropy_coef_reasoning
         # with entropy_target: the next coefficient, and the one that acts now
         self.entropy_coefs = (coef, coef)
-        self.balances_blocks = method.options.weight_confidence == "balanced"
-        if self.balances_blocks:
-            self._set_confidence_weight(1.0)
 
     def update(
         self, samples: Sequence[TrainingSample], scores: np.ndarray | None, step: int
@@ -100,43 +104,32 @@ class Updater:
             is_first = number == 0
             # after the first update the policy is no longer the one that sampled
             self.measures_mismatch = is_first or not self._ratio_to_engine
-            probe = is_first and self._probe_is_due(step)
-            self.update_once(mini_batch, statistics, probe=probe, step=step)
+            self.update_once(mini_batch, statistics, step)
         self.trainer.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)
-        if self.balances_blocks:
-            self._adapt_confidence_weight(statistics)
         return [sample for mini_batch in scored for sample in mini_batch], statistics
 
     def update_once(
         self,
         samples: Sequence[TrainingSample],
         statistics: UpdateStatistics,
-        probe: bool,
         step: int,
     ) -> None:
         """Take one optimizer step on a scored mini-batch. Collective."""
-        if probe:
-            parts = self._accumulate_and_probe(samples, statistics)
-        else:
-            self.trainer.optimizer.zero_gradients()
-            parts = self.accumulate(samples)
+        self._call_back(samples, statistics, step)
+        self.trainer.optimizer.zero_gradients()
+        parts = self.accumulate(samples)
         self._check_logprob_diff(parts, step)
         self.trainer.take_step(parts, statistics, step)
 
-    def accumulate(
-        self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
-    ) -> list[dict[str, float]]:
+    def accumulate(self, samples: Sequence[TrainingSample]) -> list[dict[str, float]]:
         """Add the gradient of a scored mini-batch's loss to the buffers; return the statistics of
         each micro-batch on the last pipeline stage. Collective.
 
-        Only the samples at the indices ``chosen`` are computed; None computes all of them. This
-        rank must have the tokens of its share (:meth:`Trainer.fetch_share`).
+        This rank must have the tokens of its share (:meth:`Trainer.fetch_share`).
         """
-        return self.trainer.backward(
-            samples, self._loss, separable=self.method.loss_is_separable, chosen=chosen
-        )
+        return self.trainer.backward(samples, self._loss, separable=self.method.loss_is_separable)
 
     def _loss(
         self, batch: MicroBatch, outputs: TokenOutputs
@@ -187,7 +180,6 @@ class Updater:
         return {
             **self.trainer.state_dict(),
             "entropy_coefs": self.entropy_coefs,
-            "weight_confidence": self.method.options.weights[1],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
@@ -196,8 +188,6 @@ class Updater:
         if self.method.options.entropy_target and "entropy_coefs" in saved:
             coef, acting = saved["entropy_coefs"]
             self._set_entropy_coefs((float(coef), float(acting)))
-        if self.balances_blocks and "weight_confidence" in saved:
-            self._set_confidence_weight(float(saved["weight_confidence"]))
 
     # -------------------------------------------------------------------------------------- helpers
     @property
@@ -246,47 +236,24 @@ class Updater:
         with self.reference() as reference:
             return [self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches]
 
-    def _probe_is_due(self, step: int) -> bool:
-        interval = self.probe_interval
-        return self.probe is not None and interval > 0 and (step == 1 or step % interval == 0)
-
-    def _accumulate_and_probe(
-        self, samples: Sequence[TrainingSample], statistics: UpdateStatistics
-    ) -> list[dict[str, float]]:
-        """Accumulate the gradient, and measure the reasoning tokens' gradient against that of the
-        confidence tokens.
+    def _call_back(
+        self, samples: Sequence[TrainingSample], statistics: UpdateStatistics, step: int
+    ) -> None:
+        """Have the callback measure what it likes before an optimizer step. Raises
+        :class:`UserError` if it fails.
         """
-        assert self.probe is not None
-        block, chosen = self._block_with_fewer_gradients(samples)
-        block_samples = [self._without_other_block(sample, block) for sample in samples]
-        parts, comparison = self.probe(
-            partial(self.accumulate, block_samples, chosen), partial(self.accumulate, samples)
-        )
-        if block != "reasoning":
-            comparison = comparison.swapped()
-        statistics.block_gradients = comparison.metrics()
-        return parts
-
-    def _block_with_fewer_gradients(
-        self, samples: Sequence[TrainingSample]
-    ) -> tuple[str, frozenset[int]]:
-        """Return the block in which fewer responses have a gradient, and the indices of those."""
-        with_gradient = {
-            block: frozenset(
-                index
-                for index, sample in enumerate(samples)
-                if self.method.has_gradient(sample, block_id)
-            )
-            for block, block_id in BLOCKS.items()
-        }
-        block = min(with_gradient, key=lambda name: len(with_gradient[name]))
-        return block, with_gradient[block]
-
-    def _without_other_block(self, sample: TrainingSample, block: str) -> TrainingSample:
-        """Return the sample with no weight on tokens outside ``block``."""
-        assert sample.weights is not None
-        weights = np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0)
-        return replaced(sample, weights=weights)
+        if self.callback is None:
+            return
+        try:
+            measured = self.callback(self, samples, step)
+            for name, value in measured.items():
+                statistics.callback.setdefault(name, []).append(float(value))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"training.callback={self.callback_name} failed in step {step} with {raised(error)}"
+            ) from error
 
     def _set_entropy_coefs(self, coefs: tuple[float, float]) -> None:
         """Continue with the entropy coefficients of :func:`adapted_entropy_coef`."""
@@ -300,24 +267,6 @@ class Updater:
         if tokens:
             entropy = statistics.sums["entropy/reasoning"] / tokens
             self._set_entropy_coefs(adapted_entropy_coef(coef, entropy, self.method.options))
-
-    def _set_confidence_weight(self, weight: float) -> None:
-        self.method = self.method.with_confidence_weight(weight)
-
-    def _adapt_confidence_weight(self, statistics: UpdateStatistics) -> None:
-        """Set the weight of the confidence for the next step, if this one has measured the
-        gradients of the blocks.
-        """
-        weight = self.method.options.weights[1]
-        statistics.coefficients["loss/weight_confidence"] = weight
-        measured = statistics.block_gradients
-        if measured:
-            next_weight = balanced_weight(
-                weight,
-                reasoning_norm=measured["grad_norm/reasoning"],
-                confidence_norm=measured["grad_norm/confidence"],
-            )
-            self._set_confidence_weight(next_weight)
 
     def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
         """Compare the largest difference of this mini-batch, on any rank, with the threshold,

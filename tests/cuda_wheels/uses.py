@@ -40,7 +40,6 @@ _COMPLETION = ("vllm.outputs:CompletionOutput",)
 TYPES: dict[str, dict[str, tuple[str, ...]]] = {
     "checkpoints/optimizer_shards.py": {"part": _SHARDED},
     "checkpoints/saver.py": {"writer": _WRITER},
-    "policy/gradient_probe.py": {"part": _PART},
     "policy/model.py": {"ddp": _WRAPPED, "chunk": _WRAPPED},
     "policy/optimizer.py": {
         "chunk": _WRAPPED,

@@ -20,7 +20,6 @@ SMALL = [
     *(
         "objective.kl_coef=0.01",
         "training.updates_per_rollout=2",
-        "training.gradient_probe_interval=1",
     ),
     *("training.save_interval=1", "training.resume=auto"),
 ]

@@ -122,7 +122,6 @@ def sampler_of(
         engine=parts.pop("engine", None) or Clockwork(),
         collectives=Collectives(),
         watch=parts.pop("watch", None),
-        function=parts.pop("function", None),
     )
     stubs: dict[str, Any] = {
         "judge": all_right,

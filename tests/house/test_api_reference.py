@@ -58,7 +58,7 @@ def test_the_reference_shows_what_a_user_imports() -> None:
     assert {
         "megatron_dcpo.calibration",
         "megatron_dcpo.objectives.Method",
-        "megatron_dcpo.rollout.function.Transcript",
+        "megatron_dcpo.data.prompts.Template",
         "megatron_dcpo.serving.middleware.ConfidenceMiddleware",
     } <= set(SHOWN)
 

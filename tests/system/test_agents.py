@@ -137,7 +137,6 @@ def test_too_many_failures_end_the_run(folder: Path) -> None:
     ("overrides", "named"),
     [
         (("rollout.command=true",), "rollout.command"),
-        (("rollout.function=my_agent.py:run",), "rollout.function"),
         (
             ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"),
             "rollout.max_staleness",

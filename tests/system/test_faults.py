@@ -26,7 +26,6 @@ OPTIONS = [
     "training.save_interval=2",
     "training.keep_checkpoints=1",
     "training.export_hf=false",
-    "training.gradient_probe_interval=0",
     "logging.samples_interval=1",
     "--resume",
     "auto",

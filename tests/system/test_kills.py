@@ -30,7 +30,6 @@ SMALL = (
     "training.micro_batch_size=8",
     "training.steps=4",
     "training.save_interval=1",
-    "training.gradient_probe_interval=0",
     "logging.to=[]",
     "logging.samples_interval=1",
 )

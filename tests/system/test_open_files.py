@@ -26,7 +26,6 @@ def test_the_soft_limit_is_raised(tmp_path, launcher):
         *SMALL,
         "training.steps=1",
         "training.export_hf=false",
-        "training.gradient_probe_interval=0",
     ]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run(

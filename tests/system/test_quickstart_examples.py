@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import EXAMPLES, QUICKSTART
+from tests.helpers.paths import EXAMPLES, QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import metrics, run
 
+PROBE = f"{REPOSITORY / 'lab' / 'gradient_probe.py'}:every_step"
 STEPS = ("training.steps=2", "data.prompts_per_step=8", "rollout.group_size=4")
 
 
@@ -47,7 +48,7 @@ def test_losses(name: str, folder: Path) -> None:
 def test_the_confidence_alone_behind_a_policy_that_was_trained(folder: Path) -> None:
     (folder / "runs" / "grpo").mkdir(parents=True)
     (folder / "runs" / "grpo" / "policy").symlink_to(QUICKSTART / "policy")
-    rows = metrics(trained(folder, "losses/posthoc", "training.gradient_probe_interval=1"))
+    rows = metrics(trained(folder, "losses/posthoc", f"training.callback={PROBE}"))
     assert rows[0]["grad_norm/confidence"] > 0
     assert rows[0]["grad_norm/reasoning"] == 0
 

@@ -17,7 +17,7 @@ from tests.helpers.quickstart import run
 README = REPOSITORY / "README.md"
 SMALL = (
     *("training.steps=2", "data.prompts_per_step=4", "rollout.group_size=4"),
-    *("training.micro_batch_size=8", "training.gradient_probe_interval=0"),
+    *("training.micro_batch_size=8"),
 )
 FEW = ("--limit", "40", "--repeats", "2", "--resamples", "0")
 

@@ -40,9 +40,6 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
         "loss/policy",
         "loss/clip_fraction",
         "grad_norm/total",
-        "grad_norm/reasoning",
-        "grad_norm/confidence",
-        "grad_cosine/reasoning_confidence",
         "engine/kl",
         "engine/logprob_diff_max",
         "tokens/s/rollout",
@@ -53,8 +50,6 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
         "time/reshard",
     }
     assert expected <= set(records[0])
-    assert records[0]["grad_norm/reasoning"] > 0
-    assert records[0]["grad_norm/confidence"] > 0
     assert all(record["engine/logprob_diff_max"] <= 1e-4 for record in records)
     assert (run_dir / "config.yaml").is_file()
     assert (run_dir / "samples" / "step_000001.jsonl").is_file()

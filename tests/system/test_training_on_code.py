@@ -58,7 +58,7 @@ def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> 
     run_dir, records = two_steps
     assert [record["step"] for record in records] == [1, 2]
     assert all(0 < record["reward/accuracy"] < 1 for record in records)
-    assert all(record["grad_norm/reasoning"] > 0 for record in records[:1])
+    assert all(record["grad_norm/total"] > 0 for record in records[:1])
     assert all(record["time/judge_busy"] > 0 for record in records)
     samples = [
         json.loads(line)

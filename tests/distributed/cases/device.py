@@ -251,7 +251,6 @@ def planned(config: Config, prompt: int, response: int, size: int) -> Config:
             config.training,
             micro_batch_size=size,
             offload_optimizer_during_rollout=has_cuda(),
-            gradient_probe_interval=0,
             updates_per_rollout=1,
         ),
     )

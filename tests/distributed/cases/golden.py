@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab.gradient_probe import part_gradient
 from megatron_dcpo.config import TrainingConfig
 from megatron_dcpo.objectives import ObjectiveConfig, build_method
-from megatron_dcpo.policy.gradient_probe import part_gradient
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
@@ -131,7 +131,7 @@ def run(options: dict[str, Any]) -> Any:
         method = build_method(ObjectiveConfig(**method_options))
         updater = Updater(trainer, method, None, None, config)
         statistics = UpdateStatistics()
-        updater.update_once(method.score(golden), statistics, probe=False, step=1)
+        updater.update_once(method.score(golden), statistics, step=1)
         result["losses"][name] = statistics.losses[0]
         result["norms"][name] = statistics.grad_norms[0]
         if name in LEFT_OUT:

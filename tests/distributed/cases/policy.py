@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab.gradient_probe import compare, part_gradient
 from megatron_dcpo.checkpoints.state import load_checkpoint
-from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
@@ -104,24 +104,28 @@ def run(options: dict[str, Any]) -> Any:
     for step in range(options.get("steps", 3)):
         optimizer.zero_gradients()
         if step < 2 and options.get("probe"):
-            passes = [
-                partial(
-                    accumulate_gradients,
+            reasoning, confidence = (
+                part_gradient(
                     policy,
-                    mine,
-                    splits,
-                    partial(loss, block=block),
-                    temperature=1.0,
-                    packing=packing,
-                )
-                for block in ("reasoning" if step else "confidence", None)
-            ]
-            collected, probe = probe_block_gradients(policy, optimizer.megatron, *passes)
-            probes.append(dataclasses.asdict(probe if step else probe.swapped()))
-        else:
-            collected = accumulate_gradients(
-                policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True
+                    optimizer.megatron,
+                    partial(
+                        accumulate_gradients,
+                        policy,
+                        mine,
+                        splits,
+                        partial(loss, block=block),
+                        temperature=1.0,
+                        packing=packing,
+                    ),
+                )[1]
+                for block in ("reasoning", "confidence")
             )
+            probe = compare(policy, optimizer.megatron, a=reasoning, b=confidence)
+            probes.append(dataclasses.asdict(probe))
+            optimizer.zero_gradients()
+        collected = accumulate_gradients(
+            policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True
+        )
         _, norm, _ = optimizer.megatron.step()
         optimizer.scheduler.step(1)
         optimizer.gather_parameters()

@@ -23,7 +23,6 @@ LONG = (
     "mismatch",
     "plan_memory",
     "reshard",
-    "simulate",
     "skipped_tokens",
     "step_megatron",
 )

@@ -65,9 +65,7 @@ def test_curves_are_those_that_were_logged() -> None:
         {"step": s, "reward/accuracy": s / 10, "calibration/ece": None if s < 3 else 0.2}
         for s in range(10)
     ]
-    other = [
-        {"step": s, "reward/accuracy": 0.5, "grad_norm/reasoning": float("nan")} for s in range(5)
-    ]
+    other = [{"step": s, "reward/accuracy": 0.5, "grad_norm/total": float("nan")} for s in range(5)]
     curves = diagrams.logged_curves({"a": rows, "b": other})
     assert [curve.title for curve in curves] == ["Accuracy", "ECE (solid), PCE (dashed)"]
     assert diagrams.logged_curves({"a": [{"step": 1}]}) == []

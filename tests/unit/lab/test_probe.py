@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lab.gradient_probe import ALL
 from lab.probe import (
     BASELINES,
     PAIRS,
@@ -13,7 +14,6 @@ from lab.probe import (
     without_regularizers,
 )
 from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
-from megatron_dcpo.policy.gradient_probe import ALL
 from megatron_dcpo.types import Judgement
 from tests.helpers.objective_cases import samples_of
 

@@ -15,7 +15,7 @@ import torch
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.objectives.shaping import adapted_entropy_coef, balanced_weight
+from megatron_dcpo.objectives.shaping import adapted_entropy_coef
 from megatron_dcpo.types import BLOCKS
 from tests.helpers.objective_cases import (
     INPUTS,
@@ -170,25 +170,6 @@ def test_the_length_penalty_is_dapos() -> None:
         pytest.approx(score(objective(name="coupled"), group).R - np.array([0, 1, 2, 0]))
         == double.R
     )
-
-
-@pytest.mark.parametrize(
-    ("weight", "reasoning", "confidence", "expected"),
-    [
-        (1.0, 1.0, 0.2, 1.0),  # within the bound
-        (1.0, 1.0, 0.4, 0.75),  # .3 / .4
-        (1.0, 1.0, 3.0, 0.5),  # at most by a half at a time
-        (0.25, 1.0, 0.1, 0.5),  # and at most doubled
-        (0.5, 1.0, 0.25, 0.6),
-        (0.5, 0.0, 0.25, 0.5),  # nothing measured
-        (0.5, 1.0, 0.0, 0.5),
-        (0.5, float("nan"), 1.0, 0.5),
-    ],
-)
-def test_a_balanced_weight_keeps_the_ratio_of_the_gradients(
-    weight: float, reasoning: float, confidence: float, expected: float
-) -> None:
-    assert balanced_weight(weight, reasoning, confidence) == pytest.approx(expected)
 
 
 def test_the_entropy_coefficient_finds_its_target() -> None:

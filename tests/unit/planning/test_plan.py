@@ -12,7 +12,6 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.cli.plan import add_parser
 from megatron_dcpo.planning import memory
 from megatron_dcpo.planning.machine import Machine, Rates
-from megatron_dcpo.planning.simulate import Assumptions
 from megatron_dcpo.policy import output_layer
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
@@ -129,7 +128,7 @@ def test_an_engine_in_fp8_has_a_byte_for_a_weight_of_a_linear_layer(plan, engine
     assert quantized["kv_per_token"] == plain["kv_per_token"]
 
 
-def test_verdict_names_what_to_change(plan):
+def test_a_plan_that_does_not_fit_says_so(plan):
     greedy = (
         "parallel.sequence_parallel=false",
         "parallel.recompute_granularity=none",
@@ -138,11 +137,9 @@ def test_verdict_names_what_to_change(plan):
     status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", *greedy, json_output=False)
     assert status == 3
     assert "does not fit" in text
-    assert "parallel.sequence_parallel=true" in text
     assert "Assumed: 989 TFLOP/s" in text
     facts = plan(64, f"{TP}=8", f"{PP}=4", "--gpu-memory-gb", "100000")[1]
     assert facts["fits"]
-    assert not facts["change"]
 
 
 @pytest.mark.parametrize(
@@ -177,21 +174,6 @@ def test_the_output_layer_is_planned_as_it_works(plan):
     chunk = min(memory.LOGITS_AT_ONCE, rows * 129024 // 8)
     assert facts["stages"][-1]["logits"] <= 6 * chunk + 3 * 2 * 8192 * rows
     assert [stage["logits"] for stage in facts["stages"][:-1]] == [0, 0, 0]
-
-
-def test_less_recomputation_is_named_where_it_fits(plan):
-    """The fastest way to recompute less that fits; none if the plan itself does not fit."""
-    small = (
-        f"{TP}=8",
-        f"{PP}=4",
-        "rollout.tensor_model_parallel_size=8",
-        "training.max_tokens_per_micro_batch=4096",
-    )
-    small += ("parallel.recompute_granularity=full",)
-    line = "parallel.recompute_granularity=none would fit as well"
-    assert line in plan(64, *small, json_output=False)[1]
-    assert line not in plan(64, *small, "parallel.recompute_granularity=none", json_output=False)[1]
-    assert line not in plan(64, *small, "--gpu-memory-gb", "20", json_output=False)[1]
 
 
 def test_a_frozen_policy_has_weights_and_an_adapter(plan):
@@ -299,7 +281,7 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
         facts.append(json.loads(capsys.readouterr().out))
         assert status == (0 if facts[-1]["fits"] else 3)
     without, context = facts
-    assert context["fits"], context["change"]
+    assert context["fits"]
     assert without["fits"] == (recompute == "full")
     assert context["tokens_per_micro_batch"] == 33792
     assert context["layout"]["data_parallel_size"] * cp == without["layout"]["data_parallel_size"]
@@ -404,8 +386,6 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     assert main(planned) == 3, "16.4 GB of weights in 16 GB"
     facts = json.loads(capsys.readouterr().out)
     assert not facts["fits"]
-    (change,) = facts["change"]
-    assert change.startswith(two)
     assert main([*planned, two]) == 0
     capsys.readouterr()
     elsewhere = [*options[:1], str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"), options[2]]
@@ -443,7 +423,7 @@ def test_the_help_states_the_defaults_that_are_used():
         if found:
             stated[action.dest] = float(found[1])
     used = {}
-    for kind in (Machine, Rates, Assumptions):
+    for kind in (Machine, Rates):
         used |= {field.name: field.default for field in dataclasses.fields(kind)}
-    assert len(stated) == 10
+    assert len(stated) == 8
     assert stated == {name: used[name] for name in stated}

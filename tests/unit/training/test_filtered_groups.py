@@ -149,14 +149,6 @@ def test_without_the_filter_every_group_is_taken() -> None:
             "objective.weight_reasoning",
         ),
         (["rollout.filter_groups=true", "objective.block_groups=all"], "objective.block_groups"),
-        (
-            [
-                "objective.name=dcpo",
-                "objective.weight_confidence=balanced",
-                "training.gradient_probe_interval=0",
-            ],
-            "training.gradient_probe_interval",
-        ),
         (["rollout.filter_groups=confidence"], "rollout.filter_groups"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How many passes a training makes: with the gradient probe, and for old log-probs."""
+"""How many passes a training makes for old log-probs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from tests.helpers.objective_cases import objective, samples_of
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.samplers import one_rank
 
-MEASURED: Any = SimpleNamespace(metrics=dict, swapped=lambda: MEASURED)
-
 
 class Counting(Updater):
-    """Counts responses that are passed forward and backward, and mini-batches that are passed
-    forward; notes whether each update compares engine and trainer.
+    """Counts mini-batches that are passed forward; notes whether each update compares engine and
+    trainer.
     """
 
-    passed, scored = 0, 0
+    scored = 0
     compared: list[bool]
 
-    def accumulate(self, samples: Any, chosen: Any = None) -> list[dict[str, float]]:
-        self.passed += len(samples if chosen is None else chosen)
+    def accumulate(self, samples: Any) -> list[dict[str, float]]:
         self.compared.append(self.measures_mismatch)
         return [{"loss": 0.0}]
 
@@ -52,10 +49,6 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
     topology = SimpleNamespace(reports=True, rank=0, dp_size=1, dp_rank=0, pp_size=1)
     policy: Any = SimpleNamespace(topology=topology)
 
-    def probe(part: Any, whole: Any) -> Any:
-        part()
-        return whole(), MEASURED
-
     config = load_config(QUICKSTART / "dcpo.yaml")
     trainer = Trainer(
         policy=policy, optimizer=optimizer, parallel=config.parallel, training=training
@@ -64,7 +57,7 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
         trainer=trainer,
         method=objective(**{"name": "dcpo", **options}),
         reference=None,
-        probe=probe,
+        callback=None,
         config=dataclasses.replace(config, training=training),
     )
     updater.compared = []
@@ -78,30 +71,11 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
     return updater
 
 
-def passes(training: TrainingConfig) -> float:
-    """Return the passes over all three responses of a step, mean over a run of
-    ``training.steps``.
-    """
-    return trained(training).passed / 3 / training.steps
-
-
-def test_the_probe_costs_at_most_three_per_cent() -> None:
-    assert 1.0 < passes(TrainingConfig()) <= 1.03
-
-
-@pytest.mark.parametrize(("interval", "expected"), [(0, 1.0), (2, 1.6), (1, 2.0)])
-def test_passes_of_other_intervals(interval: int, expected: float) -> None:
-    """Of five steps the first is probed and every second, each by a pass of its own."""
-    assert passes(TrainingConfig(steps=5, gradient_probe_interval=interval)) == pytest.approx(
-        expected
-    )
-
-
 def test_the_engines_log_probs_save_the_pass_for_old_ones() -> None:
     """And engine and trainer are compared before the policy moves: the second update has no
     log-probs of that policy.
     """
-    two = TrainingConfig(steps=1, updates_per_rollout=2, gradient_probe_interval=0)
+    two = TrainingConfig(steps=1, updates_per_rollout=2)
     by_trainer, by_engine = (trained(two, groups=2), trained(two, groups=2, old_logprobs="engine"))
     assert (by_trainer.scored, by_trainer.compared) == (2, [True, True])
     assert (by_engine.scored, by_engine.compared) == (0, [True, False])

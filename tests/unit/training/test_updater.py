@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_dcpo.config import TrainingConfig, load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.gradient_probe import ALL, GradientPair, PairComparison
 from megatron_dcpo.training.sampler import SamplerState
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Updater, split_groups
@@ -59,7 +57,7 @@ class Stubbed(Updater):
 
     loss = 0.5
 
-    def accumulate(self, samples: Any, chosen: Any = None) -> list[dict[str, float]]:
+    def accumulate(self, samples: Any) -> list[dict[str, float]]:
         return [{"loss": self.loss / 2, "tokens/reasoning": 3.0}, {"loss": self.loss / 2}]
 
 
@@ -67,7 +65,7 @@ def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> S
     topology = SimpleNamespace(reports=True, rank=rank, dp_size=ranks, dp_rank=rank, pp_size=1)
     policy: Any = SimpleNamespace(topology=topology)
     config = load_config(QUICKSTART / "dcpo.yaml")
-    options = TrainingConfig(**{"steps": 1, "gradient_probe_interval": 0, **training})
+    options = TrainingConfig(**{"steps": 1, **training})
     trainer = Trainer(
         policy=policy, optimizer=optimizer, parallel=config.parallel, training=options
     )
@@ -75,7 +73,7 @@ def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> S
         trainer=trainer,
         method=objective(),
         reference=None,
-        probe=None,
+        callback=None,
         config=dataclasses.replace(config, training=options),
     )
 
@@ -126,17 +124,11 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted() -> None:
 
 
 def test_every_sample_is_computed_by_one_rank() -> None:
-    """Equal counts, and the chosen ones stay where the whole mini-batch puts them."""
+    """Equal counts."""
     batch = samples(groups=4, lengths=(5, 40, 9))
     shares = [updater(Steps(), ranks=3, rank=rank).trainer.deal(batch)[0] for rank in range(3)]
     assert sorted(index for share in shares for index in share) == list(range(12))
     assert {len(share) for share in shares} == {4}
-    chosen = {0, 1, 5, 7}
-    for rank, share in enumerate(shares):
-        some, micro_batches = updater(Steps(), ranks=3, rank=rank).trainer.deal(batch, chosen)
-        assert some == [index for index in share if index in chosen]
-        places = [place for micro_batch in micro_batches for place in micro_batch]
-        assert sorted(places) == list(range(len(some)))
 
 
 def test_mini_batches_are_whole_groups() -> None:
@@ -167,25 +159,28 @@ def test_two_updates_of_a_rollout_are_two_steps() -> None:
     assert optimizer.taken == len(statistics.losses) == 2
 
 
-def test_a_balanced_confidence_follows_what_the_probe_measures() -> None:
-    """The weight acts in the step after the measurement, and is kept across a resumption."""
-    target = updater(Steps(), gradient_probe_interval=1)
-    target.balances_blocks = True
-    norms = GradientPair.of(1.0, 0.36, 0.0)  # reasoning 1, confidence .6
-    comparison = PairComparison(plain={ALL: norms}, fisher={ALL: norms})
-    target.probe = lambda part, whole: (whole(), comparison)
-    scored, statistics = update(target, samples(groups=2), step=1)
-    assert statistics.coefficients["loss/weight_confidence"] == 1.0
-    before = scored[0].weights
-    scored, statistics = update(target, samples(groups=2), step=2)
-    assert statistics.coefficients["loss/weight_confidence"] == 0.5
-    assert before is not None
-    np.testing.assert_allclose(scored[0].weights[3:], before[3:] / 2)
-    np.testing.assert_array_equal(scored[0].weights[:3], before[:3])
-    resumed = updater(Steps(), gradient_probe_interval=1)
-    resumed.balances_blocks = True
-    resumed.load_state_dict(target.state_dict(), step=2)
-    assert resumed.method.options.weights == (1.0, 0.25)
+def test_a_callback_is_called_before_every_update_and_its_numbers_are_kept() -> None:
+    optimizer = Steps()
+    target = updater(optimizer, updates_per_rollout=2)
+    target.with_old_logprobs = lambda batch: list(batch)  # type: ignore[method-assign]
+    seen: list[tuple[int, int, int]] = []
+
+    def callback(updater: Any, batch: Any, step: int) -> dict[str, float]:
+        seen.append((step, len(batch), optimizer.taken))
+        return {"mine/taken": optimizer.taken}
+
+    target.callback = callback
+    _, statistics = update(target, samples(groups=2), step=7)
+    assert seen == [(7, 3, 0), (7, 3, 1)]
+    assert statistics.callback == {"mine/taken": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize("returned", [{"mine": "high"}, None])
+def test_a_callback_that_fails_is_named(returned: Any) -> None:
+    target = updater(Steps(), callback="mine.py:measure")
+    target.callback = lambda updater, batch, step: returned
+    with pytest.raises(UserError, match=r"training\.callback=mine\.py:measure"):
+        update(target, samples(), step=1)
 
 
 @pytest.mark.parametrize("filter_groups", ["none", "reasoning", "any"])

@@ -1,9 +1,9 @@
 """Comparison of the gradients of two parts of a loss, for groups of layers, under any parallel
-layout.
+layout: norms and cosine, under two metrics.
 
-The gradient of one part is taken by a separate backward pass and compared with that of the other
-part, or with the rest of the step's gradient: norms and cosine, under two metrics. In training the
-parts are the reasoning and the confidence tokens; ``lab/probe.py`` compares more.
+``training.callback: lab/gradient_probe.py:every_step`` (or ``:every_50_steps``) measures the
+gradients of the reasoning and of the confidence tokens while a run trains, each by a backward pass;
+``lab/probe.py`` compares more on a policy that is not trained.
 
 * plain: <a, b> = sum_i a_i b_i;
 * fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural-gradient step
@@ -20,17 +20,27 @@ norm (``get_main_grads_for_grad_norm``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
+from megatron_dcpo.policy.optimizer import (
+    PolicyOptimizer,
+    optimizer_group,
+    optimizer_parts,
+    zero_gradients,
+)
 from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.training.updater import Updater
+from megatron_dcpo.types import BLOCKS, TrainingSample, replaced
 from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
@@ -68,10 +78,6 @@ class GradientPair:
             cosine = ab / (aa * bb) ** 0.5
         return cls(norm_a=aa**0.5, norm_b=bb**0.5, cosine=cosine)
 
-    def swapped(self) -> GradientPair:
-        """Exchange a and b."""
-        return GradientPair(norm_a=self.norm_b, norm_b=self.norm_a, cosine=self.cosine)
-
 
 @dataclass(frozen=True)
 class PairComparison:
@@ -81,13 +87,6 @@ class PairComparison:
 
     plain: dict[str, GradientPair]
     fisher: dict[str, GradientPair]
-
-    def swapped(self) -> PairComparison:
-        """Exchange a and b."""
-        return PairComparison(
-            plain={name: pair.swapped() for name, pair in self.plain.items()},
-            fisher={name: pair.swapped() for name, pair in self.fisher.items()},
-        )
 
     def metrics(self) -> dict[str, float]:
         """Return the comparison of reasoning (a) and confidence (b) under the names of
@@ -106,24 +105,43 @@ class PairComparison:
         return metrics
 
 
-def probe_block_gradients(
-    policy: Policy,
-    optimizer: MegatronOptimizer,
-    part: Callable[[], object],
-    whole: Callable[[], Result],
-) -> tuple[Result, PairComparison]:
-    """Run two backward passes, ``part`` for one term of the loss and ``whole`` for the loss, and
-    compare the gradient of the term (a) with that of the rest (b), the difference of the two.
-    Return what ``whole`` returned, and the comparison. Collective.
-
-    The step's gradient is left in the buffers, as it would be without a probe. The rest is exact to
-    the rounding of the two passes: if the term is a hundred times larger, bfloat16 leaves hardly a
-    digit of the rest.
+def every_step(updater: Updater, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
+    """Return what the gradients of reasoning and confidence tokens are worth in this update.
+    Collective.
     """
-    _, term = part_gradient(policy, optimizer, part)
-    result, total = part_gradient(policy, optimizer, whole, copy=False)
-    comparison = compare(policy, optimizer, a=term, b=total, is_sum=True)
-    return result, comparison
+    optimizer = updater.trainer.optimizer
+    if not isinstance(optimizer, PolicyOptimizer):
+        raise UserError(
+            "training.callback: the probe compares gradients of the policy's own parameters; leave "
+            "out model.adapter"
+        )
+    policy = updater.trainer.policy
+    reasoning, confidence = (
+        part_gradient(
+            policy, optimizer.megatron, partial(updater.accumulate, of_block(samples, block))
+        )[1]
+        for block in BLOCKS
+    )
+    return compare(policy, optimizer.megatron, a=reasoning, b=confidence).metrics()
+
+
+def every_50_steps(
+    updater: Updater, samples: Sequence[TrainingSample], step: int
+) -> dict[str, float]:
+    """Return what :func:`every_step` does, in the first step and in every fiftieth. Collective."""
+    if step != 1 and step % 50:
+        return {}
+    return every_step(updater, samples, step)
+
+
+def of_block(samples: Sequence[TrainingSample], block: str) -> list[TrainingSample]:
+    """Return scored samples with no weight on tokens outside ``block``."""
+    weighted = []
+    for sample in samples:
+        assert sample.weights is not None
+        weights = np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0)
+        weighted.append(replaced(sample, weights=weights))
+    return weighted
 
 
 def part_gradient(
@@ -153,10 +171,9 @@ class OwnedGradient:
     square: Tensor | None
     correction: float = 1.0
 
-    def pieces(self, other: OwnedGradient, is_sum: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def pieces(self, other: OwnedGradient) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield this gradient, the ``other`` one and the diagonal Fisher matrix in float64, a piece
-        at a time to avoid large temporaries. If ``other`` is the sum of both gradients, this one is
-        subtracted from it.
+        at a time to avoid large temporaries.
         """
         a_whole = self.gradient.reshape(-1)
         b_whole = other.gradient.reshape(-1)
@@ -164,8 +181,6 @@ class OwnedGradient:
             piece = slice(start, start + PIECE)
             a = a_whole[piece].to(current_device()).double()
             b = b_whole[piece].to(current_device()).double()
-            if is_sum:
-                b = b - a
             if self.square is None:
                 fisher = a.square() + b.square()
             else:
@@ -178,11 +193,10 @@ def compare(
     optimizer: MegatronOptimizer,
     a: list[OwnedGradient],
     b: list[OwnedGradient],
-    is_sum: bool = False,
 ) -> PairComparison:
     """Return norms and cosines of the gradients ``a`` and ``b``, each in the form that
     :func:`owned_gradients` returns on every rank, for groups of layers and for the whole model.
-    With ``is_sum``, ``b`` is the sum of both, and ``a`` is compared with ``b - a``. Collective.
+    Collective.
 
     It takes two all-reduces of a few float64 numbers. The Fisher matrix is taken from ``a``.
     """
@@ -190,7 +204,7 @@ def compare(
     group = optimizer_group(optimizer)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
-        for _, _, fisher in first.pieces(second, is_sum):
+        for _, _, fisher in first.pieces(second):
             total += fisher.sum()
     dist.all_reduce(total, group=group)
     # The mean is over the parameters of the checkpoint, because the number of rows that pad the
@@ -201,7 +215,7 @@ def compare(
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
         row = products[groups.index(first.group)]
-        for x, y, fisher in first.pieces(second, is_sum):
+        for x, y, fisher in first.pieces(second):
             three = torch.stack([x * x, y * y, x * y])
             row[0] += three.sum(1)
             row[1] += (three / (fisher + damping)).sum(1)
