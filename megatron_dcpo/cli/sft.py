@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, check_config_exists
+from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli.config_file import check_config_exists
 from megatron_dcpo.cli.train import (
     add_run_arguments,
     carry_out,
@@ -54,7 +55,7 @@ def _described(config: SupervisedConfig) -> dict[str, Any]:
 
     config = with_model_here(config, weights=False)
     inputs = read_inputs(config)
-    samples = [example.samples()[0] for example in inputs.examples]
+    samples = [example.sample() for example in inputs.examples]
     lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
     check_run_dir(config.run_dir, config.training.resume)

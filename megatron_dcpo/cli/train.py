@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, refuse_given
+from megatron_dcpo.cli import VERBS, refuse_given
+from megatron_dcpo.cli.config_file import add_config_arguments, load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 

@@ -17,7 +17,7 @@ from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.evaluation.best_step import parts
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.headline import METRICS
-from megatron_dcpo.evaluation.problems import BenchmarkOptions, Problems, load_problems
+from megatron_dcpo.evaluation.problems import Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import headline, score_samples
 from megatron_dcpo.judging.judge import with_text
@@ -148,7 +148,7 @@ def load_held_out(
         options.benchmark_list,
         config.judging,
         sources=sources,
-        options=BenchmarkOptions(columns=config.data.columns),
+        columns=config.data.columns,
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:

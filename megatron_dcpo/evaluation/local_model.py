@@ -11,13 +11,9 @@ from pathlib import Path
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.before_number import RenderedAs
 from megatron_dcpo.evaluation.evaluate import Stream, respond_at_once
 from megatron_dcpo.evaluation.problems import Problems
 from megatron_dcpo.evaluation.responders import Responder, as_token_ids, model_name, sampling_of
-from megatron_dcpo.evaluation.samples import Sample, date_of
-from megatron_dcpo.evaluation.states import keep_states
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, options_of
@@ -31,7 +27,6 @@ from megatron_dcpo.rollout.local_engine import (
 )
 from megatron_dcpo.rollout.sampling import Samples
 from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Response
 from megatron_dcpo.weights import adapter_shape
@@ -48,11 +43,6 @@ def sample_model(
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     vocab_size = check_sampled_model(path)
-    if config.evaluation.keep == "states" and choose_engine(config.rollout.engine, path) == "vllm":
-        raise UserError(
-            "evaluation.keep=states (--keep states) reads the model that the embedded engine "
-            "holds, which vLLM's is not; add --engine transformers"
-        )
     adapter = config.model.adapter_path
     if adapter:
         adapter_shape.read_shape(Path(adapter), read_architecture(path))
@@ -116,20 +106,6 @@ def _agents(
 def _refused(response: Response) -> Response:
     """Return what stands for a session that failed in an evaluation."""
     return replace(response, refusal=response.failure, text="", failure=None)
-
-
-def with_states_of_model(config: EvaluateConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with the state of the model that answered (``states.keep_states``)."""
-    path = config.model.path
-    engine = TransformersEngine.from_pretrained(path, dtype=element_type(config))
-    _add_adapter(engine, config)
-    rendered_as = RenderedAs(
-        marker=config.judging.marker,
-        template=config.data.template,
-        thinking=config.data.thinking,
-        date=date_of(config.run_dir),
-    )
-    return keep_states(samples, engine.model, path, rendered_as)
 
 
 def element_type(config: EvaluateConfig) -> str:

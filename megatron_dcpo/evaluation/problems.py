@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from megatron_dcpo.data.benchmarks import (
     parse_specs,
     path_in,
 )
-from megatron_dcpo.data.datasets import Record
+from megatron_dcpo.data.datasets import NO_COLUMNS, Record
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent
 from megatron_dcpo.judging.judge import judge_many
@@ -71,26 +71,14 @@ class Problems:
     digest: str = ""
 
 
-@dataclass(frozen=True)
-class BenchmarkOptions:
-    """How benchmark files are read: the directory to look in, whether documented defects are
-    repaired, whether programs without assertions are kept, and the columns of files that no source
-    matches.
-    """
-
-    data_dir: str | None = None
-    corrections: bool = False
-    untested: bool = False
-    columns: Mapping[str, str] = field(default_factory=dict)
-
-
 def load_problems(
     benchmarks: str,
     judging: JudgingConfig,
     sources: Sequence[SourceConfig] = (),
-    options: BenchmarkOptions | None = None,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Problems]:
-    """Load a list of benchmarks, separated by commas.
+    """Load a list of benchmarks, separated by commas. ``columns`` are those of files that no source
+    matches.
 
     Programs are judged by their tests, and Reasoning Gym's problems by its scorers. Other problems
     are judged by the verifier of the source in ``sources`` that matches the benchmark by name or
@@ -99,7 +87,6 @@ def load_problems(
     Raises :class:`UserError` for everything that can be wrong with the data, such as answers of
     forms that different verifiers judge in one benchmark, or with running programs on this machine.
     """
-    options = options or BenchmarkOptions()
     specs = {name_of(spec): spec for spec in parse_specs(benchmarks)}
     source_of: dict[str, SourceConfig | None] = {}
     for name, spec in specs.items():
@@ -112,11 +99,8 @@ def load_problems(
         named_verifiers[name] = _named_verifier(spec, source, judging)
         benchmark = load_benchmark(
             spec,
-            options.data_dir,
-            options.corrections,
-            options.untested,
             keep_columns=is_users(named_verifiers[name]),
-            columns=options.columns if source is None else source.columns,
+            columns=columns if source is None else source.columns,
         )
         for warning in benchmark.warnings:
             logger.warning(warning)

@@ -10,15 +10,9 @@ from pathlib import Path
 from megatron_dcpo.data.code_problems import pack_tests, tests_key, unpack_tests
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.verifier_kind import PackedTests
 from megatron_dcpo.runtime.files import replacing
 from megatron_dcpo.sandbox.tests import checked_tests
-
-
-def is_code(sample: Sample) -> bool:
-    """Return whether the ground truth of a sample is the key of its tests."""
-    return sample.prompt.ground_truth.startswith("tests:")
 
 
 def write_tests(tests: PackedTests, path: Path) -> None:

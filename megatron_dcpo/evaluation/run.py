@@ -28,15 +28,14 @@ from megatron_dcpo.evaluation.evaluate import (
 from megatron_dcpo.evaluation.fit_record import fitted_on_of
 from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
 from megatron_dcpo.evaluation.model_files import files_of
-from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
+from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.problems import (
-    BenchmarkOptions,
     Problems,
     judge_of,
     judges_programs,
     load_problems,
 )
-from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
+from megatron_dcpo.evaluation.programs import read_tests, write_tests
 from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.run_description import SAMPLING
@@ -51,7 +50,6 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.evaluation.states import with_states, write_states
 from megatron_dcpo.judging.sources import GYM_VERIFIER, check_rollouts, find_source, verifier_of
 from megatron_dcpo.judging.verdicts import check_error_rate
 from megatron_dcpo.judging.verifier_kind import PackedTests
@@ -109,7 +107,7 @@ def run_evaluation(
         raise UserError("one of --model, --endpoint and --samples is required")
     options = config.evaluation
     kinds = parse_kinds(options.confidence)
-    predictor = _load_predictor(config, samples)
+    predictor = Posthoc.load(options.calibrator) if options.calibrator else None
     if predictor is not None and predictor.method == "confclass":
         options = replace(options, features=True)
         config = replace(config, evaluation=options)
@@ -117,15 +115,12 @@ def run_evaluation(
         judged = _old_samples(
             config, samples, judge_again=judge_again, fresh=fresh, columns=columns
         )
-        if predictor is not None and reads_states(predictor.source):
-            judged = with_states(judged, samples)
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
         config = _with_models_here(config, fresh=fresh)
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
         if launched_rank() > 0:
             return {}
-        judged = _with_kept_states(config, judged)
     source = samples or str(Path(config.run_dir, FILE))
     if predictor is not None:
         _warn_of_other_answers(predictor, options.calibrator, source, judged)
@@ -171,21 +166,6 @@ def _with_models_here(config: EvaluateConfig, *, fresh: bool) -> EvaluateConfig:
     )
 
 
-def _load_predictor(config: EvaluateConfig, samples: str) -> Posthoc | None:
-    """Return the post-hoc predictor that is scored as well, None if there is none. Raises
-    :class:`UserError` if its inputs are not kept.
-    """
-    options = config.evaluation
-    if not options.calibrator:
-        return None
-    predictor = Posthoc.load(options.calibrator)
-    if reads_states(predictor.source) and not samples and options.keep != "states":
-        raise UserError(
-            f"{options.calibrator} reads the model's states; add --keep states (with --model)"
-        )
-    return predictor
-
-
 def _warn_of_other_answers(
     predictor: Posthoc, path: str, source: str, judged: Sequence[Sample]
 ) -> None:
@@ -204,19 +184,6 @@ def _warn_of_other_answers(
             path,
             "; ".join(differences),
         )
-
-
-def _with_kept_states(config: EvaluateConfig, judged: list[Sample]) -> list[Sample]:
-    """Return the samples with the model's states, which are also written next to their file; the
-    samples themselves if the states are not to be kept.
-    """
-    if config.evaluation.keep != "states":
-        return judged
-    from megatron_dcpo.evaluation.local_model import with_states_of_model
-
-    found = with_states_of_model(config, judged)
-    write_states(found, Path(config.run_dir, FILE))
-    return found
 
 
 def evaluation_of_samples(samples: str) -> dict[str, Any]:
@@ -261,7 +228,7 @@ def _old_samples(
             f"--out {directory} holds the samples of another evaluation; name another one, or "
             "--fresh"
         )
-    keys = {sample.prompt.ground_truth for sample in samples if is_code(sample)}
+    keys = {sample.prompt.ground_truth for sample in samples if sample.is_code}
     tests_file = Path(path).with_name(TESTS_FILE)
     tests: PackedTests = {}
     if keys and (judge_again or tests_file.exists()):
@@ -297,7 +264,7 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
     named = config.judging.verifier
     if source is not None:
         named = verifier_of(source, config.judging)
-    if is_code(sample):
+    if sample.is_code:
         return named if judges_programs(named) else "code"
     row = prompt.row or {}
     if "reasoning_gym" in row:
@@ -398,12 +365,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
-        options=BenchmarkOptions(
-            data_dir=options.data_dir or None,
-            corrections=options.corrections,
-            untested=config.data.untested,
-            columns=config.data.columns,
-        ),
+        columns=config.data.columns,
     )
     for one in loaded:
         template = one.template or config.data.template
@@ -471,8 +433,6 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
     options = config.evaluation
     settings: dict[str, Any] = {
         "template": config.data.template,
-        "corrections": options.corrections,
-        "untested": config.data.untested,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.config import RolloutConfig
-from megatron_dcpo.config.evaluation_sections import EngineConfig
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.data.environments import (
     GUEST,
     RUNS_FILE,
@@ -79,7 +78,7 @@ class AgentOptions:
 
 
 def options_of(
-    rollout: RolloutConfig | EngineConfig,
+    rollout: AgentsConfig,
     sequence_tokens: int,
     marker: str,
     prompts: Iterable[Prompt],
