@@ -249,10 +249,6 @@ class AgentsConfig:
 class RolloutConfig(AgentsConfig):
     """How responses are sampled, and how the engine gets the weights."""
 
-    function: str = ""
-    """Function of yours that makes the responses, my_rollout.py:rollout, for several turns and
-    tools (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling.
-    """
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of a step's sessions that may fail before the run ends."""
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
