@@ -83,33 +83,6 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """In the ``layers`` that are true, a gated delta net stands in the place of attention (Yang,
-    Kautz and Hatamizadeh 2024): for each of ``value_heads`` a state of ``key_channels`` x
-    ``value_channels`` numbers, which every token decays, corrects and reads. Queries and keys have
-    ``key_heads``, each of which serves equally many value heads. Before the rule, queries, keys and
-    values go through a causal convolution over ``kernel_size`` tokens, channel by channel.
-    """
-
-    layers: tuple[bool, ...]
-    kernel_size: int
-    key_heads: int
-    value_heads: int
-    key_channels: int
-    value_channels: int
-
-    @property
-    def key_width(self) -> int:
-        """Return the channels of all key heads together; all query heads have as many."""
-        return self.key_heads * self.key_channels
-
-    @property
-    def value_width(self) -> int:
-        """Return the channels of all value heads together; the gate of the output has as many."""
-        return self.value_heads * self.value_channels
-
-
-@dataclass(frozen=True)
 class Architecture:
     """A decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes.
 
@@ -124,9 +97,7 @@ class Architecture:
     with ``whole_qk_layernorm``. ``zero_centered_norms`` multiply by 1 + weight. The first
     ``rotary_percent`` of each head's dimensions are rotated, ``rotary_interleaved`` in pairs of
     neighbors. The scores of the attention are divided by the root of ``query_scalar``, or else of
-    ``kv_channels``. Embeddings are multiplied by ``embedding_scale``. With
-    ``attention_output_gate`` the query projection has as many rows again, whose sigmoids multiply
-    the output of the attention: behind the rows of each query head, those of its gate.
+    ``kv_channels``. Embeddings are multiplied by ``embedding_scale``.
 
     The ``dense_layers``, counted from 0, have an MLP of width ``dense_ffn_hidden_size`` in the
     place of experts. With ``shared_ffn_hidden_size`` every token goes through a shared expert of
@@ -171,8 +142,6 @@ class Architecture:
     query_scalar: float | None = None
     embedding_scale: float | None = None
     sliding_window: SlidingWindow | None = None
-    delta_net: DeltaNet | None = None
-    attention_output_gate: bool = False
     dense_layers: tuple[int, ...] = ()
     dense_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
@@ -192,10 +161,6 @@ class Architecture:
     def has_window(self, layer: int) -> bool:
         """Return whether a token attends to a window only in ``layer``, counted from 0."""
         return self.sliding_window is not None and self.sliding_window.layers[layer]
-
-    def has_delta_net(self, layer: int) -> bool:
-        """Return whether ``layer``, counted from 0, has a gated delta net and not attention."""
-        return self.delta_net is not None and self.delta_net.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         """Return whether ``layer``, counted from 0, has experts and not a single MLP."""

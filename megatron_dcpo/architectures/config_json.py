@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_dcpo.architectures.architecture import Activation, Architecture, DeltaNet
+from megatron_dcpo.architectures.architecture import Activation, Architecture
 from megatron_dcpo.architectures.experts import mixture_of_experts
-from megatron_dcpo.architectures.families import ARCHITECTURES, DELTA_NET_KEYS, Traits
+from megatron_dcpo.architectures.families import ARCHITECTURES, Traits
 from megatron_dcpo.architectures.keys import (
     check_keys,
     check_said_once,
@@ -53,8 +53,6 @@ _SIZES = (
     "decoder_sparse_step",
     "n_group",
     "topk_group",
-    "full_attention_interval",
-    *DELTA_NET_KEYS,
 )
 # counts that may be 0
 _NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
@@ -166,7 +164,6 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
             query_scalar=_query_scalar(config, traits, source),
             embedding_scale=_embedding_scale(config, traits),
             sliding_window=window,
-            delta_net=_delta_net(config, traits, source),
             **{**traits.implied, **_optional_norms(config), **experts},
         )
     except KeyError as error:
@@ -245,37 +242,3 @@ def _embedding_scale(config: dict[str, Any], traits: Traits) -> float | None:
     if not traits.scaled_embeddings:
         return None
     return math.sqrt(config["hidden_size"])
-
-
-def _delta_net(config: dict[str, Any], traits: Traits, source: str) -> DeltaNet | None:
-    """Return the gated delta nets of a family in which some layers have one."""
-    if traits.delta_nets is None:
-        return None
-    layers = required(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        period = config.get("full_attention_interval") or traits.delta_nets
-        period_kinds = ["linear_attention"] * (period - 1) + ["full_attention"]
-        kinds = [period_kinds[layer % period] for layer in range(layers)]
-    known = ("linear_attention", "full_attention")
-    if len(kinds) != layers or not set(kinds) <= set(known):
-        raise UserError(
-            f"{source}: layer_types={kinds!r:.60} must name {' or '.join(known)} for each of the "
-            f"{layers} layers"
-        )
-    kernel, key_heads, value_heads, key_channels, value_channels = (
-        required(config, key) for key in DELTA_NET_KEYS
-    )
-    if value_heads % key_heads:
-        raise UserError(
-            f"{source}: linear_num_key_heads={key_heads} must divide linear_num_value_heads="
-            f"{value_heads}"
-        )
-    return DeltaNet(
-        layers=tuple(kind == "linear_attention" for kind in kinds),
-        kernel_size=kernel,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_channels=key_channels,
-        value_channels=value_channels,
-    )

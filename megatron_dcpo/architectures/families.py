@@ -34,9 +34,7 @@ class Traits:
     these names, and takes ``rope_theta``, ``partial_rotary_factor``, ``hidden_act`` (under the name
     ``activation_key``) and ``tied_embeddings`` where the configuration is silent; a family without
     a ``partial_rotary_factor`` rotates all dimensions. With ``scaled_embeddings`` they are
-    multiplied by the root of the hidden size. Every ``delta_nets``-th layer has attention and the
-    others a gated delta net, unless ``layer_types`` says otherwise. ``rope_without_influence`` are
-    keys of the rotary embedding that change nothing of a text. The other fields are those of
+    multiplied by the root of the hidden size. The other fields are those of
     :class:`~megatron_dcpo.architectures.architecture.Architecture`.
     """
 
@@ -53,10 +51,7 @@ class Traits:
     rope_theta: float = 10000.0
     partial_rotary_factor: float | None = None
     rotary_interleaved: bool = False
-    rope_without_influence: tuple[str, ...] = ()
     windows: Windows | None = None
-    delta_nets: int | None = None
-    attention_output_gate: bool = False
     activation_key: str = "hidden_act"
     hidden_act: str = "silu"
     tied_embeddings: bool = False
@@ -75,7 +70,6 @@ class Traits:
             "zero_centered_norms": self.zero_centered_norms,
             "fused_projections": self.fused_projections,
             "rotary_interleaved": self.rotary_interleaved,
-            "attention_output_gate": self.attention_output_gate,
         }
 
 
@@ -112,15 +106,6 @@ _SOFTMAX_ROUTER = frozenset(
         "num_experts_per_tok",
         "num_local_experts",
     }
-)
-
-# of gated delta nets; transformers takes others' values for missing ones
-DELTA_NET_KEYS = (
-    "linear_conv_kernel_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
 )
 
 ARCHITECTURES: dict[str, Traits] = {
@@ -168,41 +153,6 @@ ARCHITECTURES: dict[str, Traits] = {
         qk_layernorm=True,
         experts=True,
         router="sigmoid",
-    ),
-    # the language model of Qwen3.5
-    "Qwen3_5ForCausalLM": Traits(
-        keys=Keys(
-            model_type="qwen3_5_text",
-            translated=frozenset(
-                {
-                    *DELTA_NET_KEYS,
-                    "full_attention_interval",
-                    "layer_types",
-                    "partial_rotary_factor",
-                    # the layers that predict further tokens, which transformers leaves out
-                    "mtp_num_hidden_layers",
-                    "mtp_use_dedicated_embeddings",
-                }
-            ),
-            fixed={
-                "attention_bias": (False,),
-                "attn_output_gate": (True,),
-                "hidden_act": ("silu",),
-                "mamba_ssm_dtype": ("float32",),
-                "output_gate_type": ("silu", "swish"),
-                "mlp_only_layers": ([],),
-            },
-            spelled_out={"head_dim": 256, "num_key_value_heads": 4},
-        ),
-        qk_layernorm=True,
-        zero_centered_norms=True,
-        fused_projections=("in_proj_qkv", "conv1d"),
-        rope_types=("default",),
-        partial_rotary_factor=0.25,
-        # where images are: the positions of a text are the same in all three directions
-        rope_without_influence=("mrope_interleaved", "mrope_section"),
-        delta_nets=4,
-        attention_output_gate=True,
     ),
     "LlamaForCausalLM": Traits(keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"}))),
     "MistralForCausalLM": Traits(

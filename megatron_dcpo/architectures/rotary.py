@@ -189,7 +189,6 @@ def rotary_embedding(
     understood = {"rope_theta", "rope_type", "type"}
     keys_of_kind = {"llama3": set(_LLAMA3), "yarn": set(_YARN), "linear": {"factor"}}
     understood |= keys_of_kind.get(kind, set())
-    understood |= set(traits.rope_without_influence)
     is_partial = traits.partial_rotary_factor is not None
     if is_partial or rope.get("partial_rotary_factor") == 1:
         understood.add("partial_rotary_factor")

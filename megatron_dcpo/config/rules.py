@@ -46,15 +46,6 @@ _PLAIN_CACHES = ("auto", "bfloat16", "float16")
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
 
 
-class DeltaNetShape(Protocol):
-    """What rules read of a model's gated delta nets."""
-
-    @property
-    def key_heads(self) -> int: ...
-    @property
-    def value_heads(self) -> int: ...
-
-
 class ModelShape(Protocol):
     """What rules read of an architecture (``architectures.architecture.Architecture``)."""
 
@@ -78,8 +69,6 @@ class ModelShape(Protocol):
     def sliding_window(self) -> object | None: ...
     @property
     def rotary_interleaved(self) -> bool: ...
-    @property
-    def delta_net(self) -> DeltaNetShape | None: ...
 
 
 class LayoutSizes(Protocol):
@@ -798,14 +787,13 @@ def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Problem:
 
 @rule("train with model")
 def fp8_rollouts_are_of_plain_layers(config: Config, model: ModelShape) -> Problem:
-    """Updates in FP8 of models with experts or gated delta nets have not been tried."""
+    """Updates in FP8 of models with experts have not been tried."""
     quantization = config.rollout.quantization
-    if not quantization or not (model.num_experts or model.delta_net is not None):
+    if not quantization or not model.num_experts:
         return None
-    what = "experts" if model.num_experts else "gated delta nets"
     return (
         f"rollout.vllm.quantization={quantization} is not supported for {config.model.path}, which "
-        f"has {what}; remove it"
+        "has experts; remove it"
     )
 
 
@@ -823,28 +811,6 @@ def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Prob
         f"{config.model.path} have a sliding window, with which Transformer Engine needs "
         "parallel.megatron.cp_comm_type=all_gather and parallel.sequence_packing=false; set them, "
         "or take tensor or pipeline parallelism instead"
-    )
-
-
-@rule("run with model")
-def delta_nets_see_whole_sequences(config: RunConfig, model: ModelShape) -> Problem:
-    size = config.parallel.context_parallel_size
-    if model.delta_net is None or size == 1:
-        return None
-    return (
-        f"parallel.context_parallel_size={size} is not supported for {config.model.path}, whose "
-        "gated delta nets go through a sequence token by token; take tensor or pipeline "
-        "parallelism instead"
-    )
-
-
-@rule("run with model")
-def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Problem:
-    if model.delta_net is None or config.model.transformer_impl != "transformer_engine":
-        return None
-    return (
-        f"model.transformer_impl=transformer_engine is not supported for {config.model.path}, "
-        "which has gated delta nets; take local"
     )
 
 
@@ -913,17 +879,6 @@ def a_server_gets_no_experts(config: Config, model: ModelShape) -> Problem:
 
 
 @rule("train with model")
-def delta_nets_are_sampled_by_transformers(config: Config, model: ModelShape) -> Problem:
-    engine = config.rollout.engine
-    if model.delta_net is None or engine in ("auto", "transformers"):
-        return None
-    return (
-        f"rollout.engine={engine} does not get the weights of gated delta nets in this version, "
-        f"which {config.model.path} has; take transformers"
-    )
-
-
-@rule("train with model")
 def routing_replay_needs_experts(config: Config, model: ModelShape) -> Problem:
     if config.rollout.routing_replay and not model.num_experts:
         return f"rollout.routing_replay=true: {config.model.path} has no experts; remove it"
@@ -961,9 +916,6 @@ def check_layout_sizes(model: ModelShape, layout: LayoutSizes) -> None:
         "ffn_hidden_size of a shared expert": model.shared_ffn_hidden_size,
         "ffn_hidden_size of a layer without experts": model.dense_ffn_hidden_size,
     }
-    if model.delta_net is not None:
-        sizes["key heads of a gated delta net"] = model.delta_net.key_heads
-        sizes["value heads of a gated delta net"] = model.delta_net.value_heads
     if not model.num_experts or layout.expert_tensor > 1:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
     for what, size in sizes.items():

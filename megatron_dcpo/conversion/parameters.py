@@ -22,7 +22,6 @@ from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, scale_key
 from megatron_dcpo.weights.planner import Copy, interleavings, plan
 from megatron_dcpo.weights.table import (
-    DELTA_NET_PARTS,
     LOCAL_NAMES,
     OUTPUT_NORMS,
     Interleaving,
@@ -34,11 +33,6 @@ WHOLE_MODEL = Layout(make_vocab_size_divisible_by=1, transformer_engine=True)
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = "decoder.layers."
 _EXPERTS = re.compile(r"(mlp\.experts)(\.linear_fc[12]\.weight)(\d+)")
-_EXTRA_STATES_DELTA_NET = (
-    "self_attention.in_proj",
-    "self_attention.out_norm",
-    "self_attention.out_proj",
-)
 # Modules whose (empty) extra state Megatron expects in a checkpoint, in the local or the
 # Transformer Engine spec.
 _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -52,15 +46,10 @@ def row_copies(arch: Architecture) -> Mapping[str, Sequence[Copy]]:
     names) in order of its rows.
 
     One rank holds all columns of the tensors that Megatron splits by columns, so every copy is a
-    copy of rows. Sections of a parameter are tensors of their own in a checkpoint, and here.
+    copy of rows.
     """
-    kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
     copies: dict[str, list[Copy]] = {}
     for copy in plan(arch, WHOLE_MODEL, Coordinates()):
-        if kinds[copy.megatron] == "sections":
-            part = _section(copy)
-            copies[part.megatron] = [part]
-            continue
         if copy.dim == 1:
             rows, columns = hf_shapes(arch)[copy.hf]
             assert (copy.start, copy.length) == (0, columns)
@@ -72,18 +61,9 @@ def row_copies(arch: Architecture) -> Mapping[str, Sequence[Copy]]:
     return MappingProxyType(in_order)
 
 
-def _section(copy: Copy) -> Copy:
-    """Return the copy of a section with the name that it has in a checkpoint."""
-    _, _, part = copy.hf.removesuffix(".weight").rpartition("_")
-    name = f"{copy.megatron}.{DELTA_NET_PARTS[part]}"
-    return replace(copy, megatron=name, start=0)
-
-
 def kinds_of_tensors(arch: Architecture) -> dict[str, Interleaving]:
     """Return how the Hugging Face tensors of each entry of :func:`row_copies` interleave."""
-    kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
-    column: Interleaving = "column"
-    return {name: kinds.get(name, column) for name in row_copies(arch)}
+    return dict(interleavings(arch, WHOLE_MODEL, Coordinates()))
 
 
 def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...]:
@@ -91,10 +71,10 @@ def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...
 
 
 def has_stacked_layers(arch: Architecture) -> bool:
-    """Return whether Megatron writes a parameter of all layers as one tensor. It does not if the
-    layers have different parameters.
+    """Return whether Megatron writes a parameter of all layers as one tensor. It does not if some
+    layers have experts and others have none.
     """
-    return not arch.dense_layers and arch.delta_net is None
+    return not arch.dense_layers
 
 
 @dataclass(frozen=True)
@@ -161,9 +141,7 @@ def extra_states(arch: Architecture) -> dict[str, None]:
 def _modules_with_extra_state(arch: Architecture, layer: int) -> list[str]:
     """Return the modules of a layer that have one, but for the linear layers of the MLP."""
     modules = list(_EXTRA_STATES)
-    if arch.has_delta_net(layer):
-        modules = list(_EXTRA_STATES_DELTA_NET)
-    elif arch.qk_layernorm:
+    if arch.qk_layernorm:
         modules += _EXTRA_STATES_QK
     if arch.norms.attention_output is not None:
         modules.append("self_attention.linear_proj.post_layernorm")

@@ -212,7 +212,6 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     """
     rates = rates or Rates()
     arch = architecture_of(config.model.path)
-    _refuse_delta_nets(arch, config)
     _warn_of_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     transformer_engine = machine.processor == "gpu" and config.model.transformer_impl != "local"
@@ -268,14 +267,6 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         load=load,
         seconds=seconds,
     )
-
-
-def _refuse_delta_nets(arch: Architecture, config: Config) -> None:
-    if arch.delta_net is not None:
-        raise UserError(
-            f"model.path={config.model.path}: the memory of gated delta nets is not known to "
-            "dcpo plan in this version; plan a model of the same size without them"
-        )
 
 
 def _warn_of_positions(arch: Architecture, config: Config) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dcpo.architectures.architecture import DeltaNet
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
@@ -143,8 +142,6 @@ def operations_per_token(arch: Architecture, layout: Layout, length: float) -> O
     k = arch.num_query_groups * d
     h = arch.hidden_size
     projections = h * (q + 2 * k) + q * h
-    if arch.attention_output_gate:
-        projections += h * q
     dense: list[float] = []
     experts: list[float] = []
     for layer in range(arch.num_layers):
@@ -159,22 +156,8 @@ def operations_per_token(arch: Architecture, layout: Layout, length: float) -> O
             width = arch.shared_ffn_hidden_size
             router = h * arch.num_experts
             chosen = 3 * h * arch.ffn_hidden_size * arch.experts_per_token
-        products = 3 * h * width + router
-        if arch.delta_net is not None and arch.has_delta_net(layer):
-            dense.append(2 * (products + _delta_net_products(arch.delta_net, h)))
-        else:
-            products += projections
-            dense.append(2 * products + 2 * q * attended)
+        products = 3 * h * width + router + projections
+        dense.append(2 * products + 2 * q * attended)
         experts.append(2 * chosen)
     output = 2 * h * padded_vocab_size(arch, layout)
     return Operations(dense=tuple(dense), experts=tuple(experts), output=output)
-
-
-def _delta_net_products(net: DeltaNet, h: int) -> int:
-    """Return the multiplications per token of a gated delta net, by its recurrence: a state is
-    decayed, asked, corrected and read.
-    """
-    convolved = 2 * net.key_width + net.value_width
-    rows = convolved + net.value_width + 2 * net.value_heads
-    states = net.value_heads * net.key_channels * net.value_channels
-    return h * (rows + net.value_width) + convolved * net.kernel_size + 4 * states

@@ -37,7 +37,6 @@ from torch import Tensor
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
-from megatron_dcpo.policy.delta_net import GatedDeltaNet
 from megatron_dcpo.policy.norms import NormedResidual, NormOfKeys, NormOfQueries, RMSNorm
 from megatron_dcpo.policy.rotary import angles_of_layer, has_two_rotations, softmax_scale
 from megatron_dcpo.runtime.device import capabilities
@@ -246,21 +245,7 @@ def layer_spec(
         attention.module = ArchitectureAttention
         attention.params = {**attention.params, "arch": arch}
     _put_norms(spec, arch, config, transformer_engine)
-    if arch.has_delta_net(layer):
-        _put_delta_net(spec, arch)
     return spec
-
-
-def _put_delta_net(spec: Any, arch: Architecture) -> None:  # noqa: ANN401 - as below
-    """Put a gated delta net in the place of attention. The norm before it gets the name that it has
-    in Megatron's checkpoints, as if it were fused to the input projection.
-    """
-    layer = spec.submodules
-    layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"arch": arch})
-    layer.sharded_state_dict_keys_map = {
-        **layer.sharded_state_dict_keys_map,
-        "input_layernorm.": "self_attention.in_proj.layer_norm_",
-    }
 
 
 def _put_norms(

@@ -184,9 +184,7 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "softmax_scale": softmax_scale(arch),
         "layernorm_zero_centered_gamma": arch.zero_centered_norms,
         "rotary_interleaved": arch.rotary_interleaved,
-        "attention_output_gate": arch.attention_output_gate,
         **_window_options(arch),
-        **_delta_net_options(arch),
     }
 
 
@@ -199,15 +197,6 @@ def _window_options(arch: Architecture) -> dict[str, Any]:
         "window_size": (window.size - 1, 0),
         "window_attn_skip_freq": [int(has_window) for has_window in window.layers],
     }
-
-
-def _delta_net_options(arch: Architecture) -> dict[str, Any]:
-    """Return which layers have a gated delta net, by which Megatron's checkpoints know that the
-    parameters of the layers differ. The layers themselves are given to it.
-    """
-    if arch.delta_net is None:
-        return {}
-    return {"linear_attention_freq": [int(has) for has in arch.delta_net.layers]}
 
 
 def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:
@@ -352,7 +341,6 @@ def build_policy(
     """
     arch = read_architecture(model.path)
     transformer_engine = use_transformer_engine(model.transformer_impl)
-    _check_layers(arch, model.path, transformer_engine)
     if not transformer_engine:
         disable_cudnn_attention()
     if training and topology.rank == 0 and capabilities().transformer_engine:
@@ -405,17 +393,6 @@ def build_policy(
         fp32_head=fp32_head(model.head_dtype),
         constants=_constants(reader, arch),
     )
-
-
-def _check_layers(arch: Architecture, path: str, transformer_engine: bool) -> None:
-    """Raise :class:`UserError` for gated delta nets among Transformer Engine's layers, which
-    ``model.transformer_impl=auto`` may mean here.
-    """
-    if arch.delta_net is not None and transformer_engine:
-        raise UserError(
-            f"model.path={path}: the gated delta nets of {arch.name} are local layers in this "
-            "version; set model.transformer_impl=local"
-        )
 
 
 def _constants(reader: HFReader, arch: Architecture) -> dict[str, Tensor]:

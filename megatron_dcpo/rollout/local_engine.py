@@ -116,8 +116,6 @@ def unsupported(arch: Architecture) -> str:
         return f"vLLM runs {arch.name} by a module that takes no update of gate or up alone"
     if arch.name in _NOT_TIED_IN_VLLM and arch.tied_embeddings:
         return f"vLLM does not tie the embeddings of {arch.name}"
-    if arch.delta_net is not None:
-        return f"it is not given the gated delta nets of {arch.name} in this version"
     multiple = capabilities().expert_hidden_multiple
     if arch.num_experts and arch.hidden_size % multiple:
         return (

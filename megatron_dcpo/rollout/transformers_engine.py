@@ -584,11 +584,10 @@ class _Running:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether every layer keeps the keys of all positions, or a state of one size, so
-        that rows of another length can be added.
+        """Return whether every layer keeps the keys of all positions, so that rows of another
+        length can be added.
         """
-        kinds = {type(layer).__name__ for layer in self.cache.layers}
-        return kinds <= {"DynamicLayer", "LinearAttentionLayer"}
+        return all(type(layer).__name__ == "DynamicLayer" for layer in self.cache.layers)
 
     def keep(self, places: Tensor) -> None:
         self.cache.reorder_cache(places)
@@ -625,9 +624,6 @@ class _Running:
             return torch.cat(padded)
 
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
-            if hasattr(layer, "recurrent_states"):
-                _add_states(layer, more)
-                continue
             layer.keys = both(layer.keys, more.keys, -2)
             layer.values = both(layer.values, more.values, -2)
         return _Running(
@@ -637,17 +633,6 @@ class _Running:
             mask=both(self.mask, other.mask, 1),
             position=torch.cat([self.position, other.position]),
         )
-
-
-def _add_states(layer: Any, more: Any) -> None:  # noqa: ANN401 - of transformers
-    """Add the rows of ``more`` to a layer with a state: that of the delta rule, and the last tokens
-    before the convolution. Padding has left no trace in them.
-    """
-    for name in ("conv_states", "recurrent_states"):
-        states = getattr(layer, name)
-        for index, added in getattr(more, name).items():
-            if added is not None:
-                states[index] = torch.cat([states[index], added])
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ def _copies(
         stop = min((rank + 1) * size, arch.vocab_size)
         if start < stop:
             yield copy(hf=row.hf[0], hf_start=start, hf_stop=stop, start=0, dim=0)
-    elif row.interleaving in ("gate_up", "sections"):
+    elif row.interleaving == "gate_up":
         start = 0
         for name in row.hf:
             size = shapes[name][0] // tp
@@ -207,20 +207,16 @@ def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool)
 
 def _query_group(arch: Architecture, row: Row, group: int) -> list[tuple[str, int, int]]:
     """Return what a query group holds, in its order, as tensor, first row and number of rows: its
-    query heads, with a gate their gates, one key head and one value head. In the tensor of the
-    queries each head's gate is behind the head.
+    query heads, one key head and one value head.
     """
     d = arch.kv_channels
     heads = arch.num_attention_heads // arch.num_query_groups
     queries, keys, values = row.hf
-    if row.interleaving == "gated_qkv":
-        first = group * 2 * heads
-        query_rows = [
-            (queries, (first + 2 * head + gate) * d, d) for gate in (0, 1) for head in range(heads)
-        ]
-    else:
-        query_rows = [(queries, group * heads * d, heads * d)]
-    return [*query_rows, (keys, group * d, d), (values, group * d, d)]
+    return [
+        (queries, group * heads * d, heads * d),
+        (keys, group * d, d),
+        (values, group * d, d),
+    ]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-from megatron_dcpo.architectures.architecture import Architecture, DeltaNet
+from megatron_dcpo.architectures.architecture import Architecture
 
 Interleaving = Literal[
     "replicated",  # every tensor-parallel rank holds the whole tensor
@@ -28,13 +28,8 @@ Interleaving = Literal[
     # the weight of a norm over all heads: each rank has its heads' (dim 0), an engine the whole
     "norm_of_heads",
     "qkv",  # per query group: its query heads, then its key head, then its value head (dim 0)
-    # per query group: its query heads, then the gates of these heads, then its key head, then its
-    # value head (dim 0); the Hugging Face tensor has each head's query and gate together
-    "gated_qkv",
     # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
     "gate_up",
-    # as gate_up, for any number of tensors, whose numbers of rows may differ (dim 0)
-    "sections",
     "vocab",  # vocabulary rows, padded at the end to a multiple that divides (dim 0)
 ]
 EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
@@ -47,7 +42,6 @@ _ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
     "row": ("columns",),
     "norm_of_heads": ("whole",),
     "qkv": ("rows", "heads", "heads"),
-    "gated_qkv": ("rows", "heads", "heads"),
     "gate_up": ("rows", "rows"),
     "vocab": ("vocabulary",),
 }
@@ -81,9 +75,6 @@ class Row:
     @property
     def engine_cuts(self) -> tuple[EngineCut, ...]:
         """Return how an engine cuts each of ``hf``."""
-        if self.interleaving == "sections":
-            cut: EngineCut = "rows"
-            return (cut,) * len(self.hf)
         return _ENGINE_CUTS[self.interleaving]
 
 
@@ -116,19 +107,12 @@ _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-_FUSED_NORM_OF_DELTA_NET = {"input_layernorm.weight": "self_attention.in_proj.layer_norm_weight"}
 _LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
 _GROUPED_EXPERTS = {
     _LOCAL_EXPERT + "linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     _LOCAL_EXPERT + "linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
-LOCAL_NAMES = {
-    fused: local
-    for norms in (_FUSED_NORMS, _FUSED_NORM_OF_DELTA_NET)
-    for local, fused in norms.items()
-}
-# The names that Megatron gives in checkpoints to the parts of a gated delta net's parameters.
-DELTA_NET_PARTS = {"q": "query", "k": "key", "v": "value", "z": "z", "b": "beta", "a": "alpha"}
+LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
 # The norms of outputs under the names that Megatron Bridge gives them in checkpoints. Here they are
 # no part of the linear layers, so that an adapter adds to what is normed.
 OUTPUT_NORMS = {
@@ -143,12 +127,6 @@ ROUTER_BIAS = "mlp.router.expert_bias"
 _FUSED_PROJECTIONS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "linear_attn.in_proj_qkv": (
-        "linear_attn.in_proj_q",
-        "linear_attn.in_proj_k",
-        "linear_attn.in_proj_v",
-    ),
-    "linear_attn.conv1d": ("linear_attn.conv1d_q", "linear_attn.conv1d_k", "linear_attn.conv1d_v"),
 }
 
 _M = "decoder.layers.{layer}."
@@ -164,8 +142,6 @@ def transformer_engine_row(arch: Architecture, layer: int, row: Row) -> Row:
     names = _FUSED_NORMS | _GROUPED_EXPERTS
     if arch.has_experts(layer):
         del names["pre_mlp_layernorm.weight"]
-    if arch.has_delta_net(layer):
-        names |= _FUSED_NORM_OF_DELTA_NET
     name = row.megatron.removeprefix(_M)
     return replace(row, megatron=row.megatron.removesuffix(name) + names.get(name, name))
 
@@ -234,8 +210,6 @@ def fused_parts(arch: Architecture) -> Mapping[str, tuple[StoredPart, ...]]:
         for whole, projections in _FUSED_PROJECTIONS.items():
             if whole.rpartition(".")[2] not in arch.fused_projections:
                 continue
-            if f"{prefix}{projections[0]}.weight" not in shapes:
-                continue  # of another kind of layer
             parts = []
             first = 0
             for projection in projections:
@@ -337,10 +311,9 @@ def shared_expert(arch: Architecture) -> str:
 @functools.lru_cache(maxsize=1024)
 def layer_rows(arch: Architecture, layer: int) -> tuple[Row, ...]:
     """Return the rows of decoder layer ``layer`` (Llama's names, which Qwen2 and Qwen3 share)."""
-    mixer = _delta_net_rows() if arch.has_delta_net(layer) else _attention_rows(arch)
     rows = [
         *_norm_row("input_layernorm", arch.norms.attention_input),
-        *mixer,
+        *_attention_rows(),
         *_norm_row("self_attn_bda.norm", arch.norms.attention_output),
         *_norm_row("pre_mlp_layernorm", arch.norms.mlp_input),
         *_norm_row("mlp_bda.norm", arch.norms.mlp_output),
@@ -380,8 +353,7 @@ def layer_rows(arch: Architecture, layer: int) -> tuple[Row, ...]:
                 interleaving="replicated",
             )
         )
-    has_norms = arch.qk_layernorm or arch.whole_qk_layernorm
-    if has_norms and not arch.has_delta_net(layer):
+    if arch.qk_layernorm or arch.whole_qk_layernorm:
         interleaving: Interleaving = "norm_of_heads" if arch.whole_qk_layernorm else "replicated"
         for p in "qk":
             rows.append(
@@ -394,13 +366,13 @@ def layer_rows(arch: Architecture, layer: int) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _attention_rows(arch: Architecture) -> list[Row]:
+def _attention_rows() -> list[Row]:
     """Return the rows of the attention's projections."""
     return [
         Row(
             megatron=f"{_M}self_attention.linear_qkv.weight",
             hf=tuple(f"{_H}self_attn.{p}_proj.weight" for p in "qkv"),
-            interleaving="gated_qkv" if arch.attention_output_gate else "qkv",
+            interleaving="qkv",
         ),
         Row(
             megatron=f"{_M}self_attention.linear_proj.weight",
@@ -408,31 +380,6 @@ def _attention_rows(arch: Architecture) -> list[Row]:
             interleaving="row",
         ),
     ]
-
-
-def _delta_net_rows() -> list[Row]:
-    """Return the rows of a gated delta net. Its input projection has the rows of queries, keys,
-    values, the gate of the output (``z``), the rate of the correction (``b``) and the decay
-    (``a``), one below the other.
-    """
-    module_rows: tuple[tuple[str, tuple[str, ...], Interleaving], ...] = (
-        ("in_proj.weight", tuple(f"in_proj_{part}.weight" for part in DELTA_NET_PARTS), "sections"),
-        ("conv1d.weight", tuple(f"conv1d_{part}.weight" for part in "qkv"), "sections"),
-        ("dt_bias", ("dt_bias",), "column"),
-        ("A_log", ("A_log",), "column"),
-        ("out_norm.weight", ("norm.weight",), "replicated"),
-        ("out_proj.weight", ("out_proj.weight",), "row"),
-    )
-    rows = []
-    for megatron, hf, interleaving in module_rows:
-        rows.append(
-            Row(
-                megatron=f"{_M}self_attention.{megatron}",
-                hf=tuple(f"{_H}linear_attn.{name}" for name in hf),
-                interleaving=interleaving,
-            )
-        )
-    return rows
 
 
 EMBEDDING_ROW = Row(
@@ -480,14 +427,10 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     before, *others = dataclasses.astuple(arch.norms)
     if before is not None:
         shapes[f"{before}.weight"] = (h,)
-    if arch.delta_net is not None and arch.has_delta_net(layer):
-        shapes |= _delta_net_shapes(arch.delta_net, h)
-    else:
-        gated = 2 if arch.attention_output_gate else 1
-        shapes["self_attn.q_proj.weight"] = (q * gated, h)
-        shapes["self_attn.k_proj.weight"] = (kv, h)
-        shapes["self_attn.v_proj.weight"] = (kv, h)
-        shapes["self_attn.o_proj.weight"] = (h, q)
+    shapes["self_attn.q_proj.weight"] = (q, h)
+    shapes["self_attn.k_proj.weight"] = (kv, h)
+    shapes["self_attn.v_proj.weight"] = (kv, h)
+    shapes["self_attn.o_proj.weight"] = (h, q)
     for norm in others:
         if norm is not None:
             shapes[f"{norm}.weight"] = (h,)
@@ -502,26 +445,7 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["mlp.gate_proj.bias"] = (arch.ffn_hidden_size,)
         shapes["mlp.up_proj.bias"] = (arch.ffn_hidden_size,)
         shapes["mlp.down_proj.bias"] = (h,)
-    if not arch.has_delta_net(layer):
-        shapes |= _qk_norm_shapes(arch)
-    return shapes
-
-
-def _delta_net_shapes(net: DeltaNet, h: int) -> dict[str, tuple[int, ...]]:
-    widths = {"q": net.key_width, "k": net.key_width, "v": net.value_width}
-    shapes: dict[str, tuple[int, ...]] = {}
-    shapes["dt_bias"] = (net.value_heads,)
-    shapes["A_log"] = (net.value_heads,)
-    for part, width in widths.items():
-        shapes[f"conv1d_{part}.weight"] = (width, 1, net.kernel_size)
-    for part, width in widths.items():
-        shapes[f"in_proj_{part}.weight"] = (width, h)
-    shapes["in_proj_z.weight"] = (net.value_width, h)
-    shapes["in_proj_b.weight"] = (net.value_heads, h)
-    shapes["in_proj_a.weight"] = (net.value_heads, h)
-    shapes["norm.weight"] = (net.value_channels,)
-    shapes["out_proj.weight"] = (h, net.value_width)
-    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+    return shapes | _qk_norm_shapes(arch)
 
 
 def _mlp_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
@@ -610,11 +534,8 @@ def engine_weight_bytes(arch: Architecture, itemsize: int, quantization: str | N
 def kv_bytes_per_token(
     arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1
 ) -> int:
-    """Return the bytes of keys and values of one token in all layers with attention on one engine
-    rank. Heads are repeated if there are fewer than ranks.
+    """Return the bytes of keys and values of one token in all layers on one engine rank. Heads are
+    repeated if there are fewer than ranks.
     """
     groups = -(-arch.num_query_groups // tensor_model_parallel_size)
-    layers = arch.num_layers
-    if arch.delta_net is not None:
-        layers -= sum(arch.delta_net.layers)
-    return 2 * layers * groups * arch.kv_channels * itemsize
+    return 2 * arch.num_layers * groups * arch.kv_channels * itemsize

@@ -14,10 +14,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.full)])
-def test_losses_and_gradients_are_the_same(family, tiny_models, tmp_path):
+def test_losses_and_gradients_are_the_same(tiny_models, tmp_path):
     jobs = [
-        ("policy", {"model": str(tiny_models(family)), "steps": 2, "parallel": how}) for how in WAYS
+        ("policy", {"model": str(tiny_models("qwen3")), "steps": 2, "parallel": how})
+        for how in WAYS
     ]
     (expected,), *others = torchrun_all(jobs, 1, tmp_path)
     for how, (found,) in zip(WAYS[1:], others, strict=True):

@@ -27,7 +27,6 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "gemma3",
-    "qwen3_5",
     "qwen2_moe",
     "glm4_moe",
     "dots1",
@@ -101,32 +100,15 @@ def norms_of_layer(model_type: str) -> dict[str, str | None]:
     return dict(zip(names, norms, strict=True))
 
 
-def delta_net_of_layer(at: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """The tensors of a gated delta net as Megatron has them in a checkpoint."""
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    net = "linear_attn."
-    tensors = {name: at[net + name] for name in ("A_log", "dt_bias")}
-    for ours, theirs in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-        parts = at[f"{net}{theirs}.weight"].split([keys, keys, values])
-        for name, part in zip(("query", "key", "value"), parts, strict=True):
-            tensors[f"{ours}.weight.{name}"] = part
-    for name, theirs in (("z", "z"), ("beta", "b"), ("alpha", "a")):
-        tensors[f"in_proj.weight.{name}"] = at[f"{net}in_proj_{theirs}.weight"]
-    tensors["out_norm.weight"] = at[f"{net}norm.weight"]
-    tensors["out_proj.weight"] = at[f"{net}out_proj.weight"]
-    return tensors
-
-
 def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
     """Megatron's tensors, written down without the weight table; layers are stacked unless some
-    have no experts, or no attention. The vocabulary has ``padded`` rows.
+    have no experts. The vocabulary has ``padded`` rows.
     """
     hf, config = load_model(path), json.loads((path / "config.json").read_text())
     numbers = range(config["num_hidden_layers"])
     layers = [_expected_layer(hf, number, config) for number in numbers]
     result: dict[str, torch.Tensor] = {}
-    differ = ("first_k_dense_replace", "mlp_only_layers", "linear_num_key_heads")
+    differ = ("first_k_dense_replace", "mlp_only_layers")
     if any(config.get(name) for name in differ):
         for number, tensors in enumerate(layers):
             for name, tensor in tensors.items():
@@ -152,12 +134,7 @@ def _expected_layer(
     prefix = f"model.layers.{layer}."
     at = {k.removeprefix(prefix): t for k, t in hf.items() if k.startswith(prefix)}
     at |= _taken_apart(at, config)
-    has_delta_net = "linear_attn.A_log" in at
-    if has_delta_net:
-        net = delta_net_of_layer(at, config)
-        expected = {f"self_attention.{name}": net[name] for name in net}
-    else:
-        expected = _expected_attention(at, config)
+    expected = _expected_attention(at, config)
     if "mlp.gate.weight" in at:
         norms = {
             "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
@@ -168,8 +145,6 @@ def _expected_layer(
         norms = norms_of_layer(config["model_type"])
         expected |= _expected_mlp(at)
     for name, norm in norms.items():
-        if has_delta_net:
-            name = name.replace("linear_qkv", "in_proj")
         if norm is not None:
             expected[name] = at[f"{norm}.weight"]
     return expected
@@ -198,10 +173,6 @@ def _expected_attention(at: Tensors, config: Mapping[str, Any]) -> Tensors:
         if f"self_attn.q_proj.{kind}" in at:
             # each group: its query heads, its key head, its value head
             qkv = [at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1)) for p in "qkv"]
-            if config["model_type"] == "qwen3_5_text":
-                # behind all query heads of the group, their gates
-                heads = qkv[0].unflatten(1, (-1, 2, config["head_dim"]))
-                qkv[0] = heads.transpose(1, 2).flatten(1, 3)
             joined = torch.cat(qkv, dim=1).flatten(0, 1)
             expected[f"self_attention.linear_qkv.{kind}"] = joined
         if f"self_attn.o_proj.{kind}" in at:

@@ -93,22 +93,6 @@ FAMILIES = {
         },
         norm_center=0.0,  # they multiply by 1 + weight
     ),
-    "qwen3_5": Family(
-        name="Qwen3_5",
-        config="Qwen3_5TextConfig",
-        options=SPECIAL
-        | {
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-            # small enough for the norms behind the delta rule to be well conditioned
-            "initializer_range": 0.05,
-            "rms_norm_eps": 1e-5,
-        },
-        norm_center=0.0,
-    ),
     "qwen3_moe": Family(name="Qwen3Moe", options=QWEN3_EXPERTS | {"norm_topk_prob": True}),
     # vLLM's kernels pad the experts above to 64, and change nothing of the shape of these
     "qwen3_moe_unnormalized": Family(
@@ -195,11 +179,6 @@ def draw_small_tensors(model: torch.nn.Module, family: str) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, center - 0.5, center + 0.5)
-        if name.endswith("linear_attn.norm.weight"):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        if name.endswith("A_log"):
-            # slow decays: their sums over a chunk are differences of numbers of fp32
-            torch.nn.init.uniform_(parameter, -5, -2)
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
             # as wide as the scores, so that it decides which experts are chosen

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.architectures.architecture import (
-    DeltaNet,
     LinearScaling,
     SlidingWindow,
     YarnScaling,
@@ -19,8 +18,6 @@ from megatron_dcpo.architectures.architecture import (
 from megatron_dcpo.architectures.config_json import ARCHITECTURES, parse_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import MODELS
-from megatron_dcpo.planning.traffic import sequence_flops
-from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import REPOSITORY
 
@@ -167,104 +164,11 @@ def test_what_would_be_another_model_is_refused_by_name(
         parse_architecture(released(name) | change)
 
 
-# as released, at the top of the file: the keys of the text model
-DELTA_NETS: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "attention_bias": False,
-    "attn_output_gate": True,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 64,
-    "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262144,
-    "mtp_num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 6,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1e7,
-        "rope_type": "default",
-    },
-    "tie_word_embeddings": True,
-    "vocab_size": 331,
-}
-
-
-def test_delta_nets_are_read_as_transformers_reads_them() -> None:
-    import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    arch = parse_architecture(DELTA_NETS)
-    assert arch.delta_net == DeltaNet(
-        layers=(True, True, True, False, True, True),
-        kernel_size=4,
-        key_heads=16,
-        value_heads=32,
-        key_channels=128,
-        value_channels=64,
-    )
-    assert (arch.rotary_dimensions, arch.rotary_base) == (64, 1e7)
-    config = Qwen3_5TextConfig(**DELTA_NETS)
-    rewritten = json.loads(config.to_json_string(use_diff=False))
-    assert parse_architecture(DELTA_NETS | {"layer_types": config.layer_types}) == arch
-    assert parse_architecture(rewritten) == arch
-    with torch.device("meta"):
-        model = Qwen3_5ForCausalLM(config)
-    assert number_of_parameters(arch) == model.num_parameters()
-
-
-def test_operations_with_delta_nets() -> None:
-    """As torch counts those of transformers, which are a few more: its rule goes by chunks."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    arch = parse_architecture(DELTA_NETS)
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**DELTA_NETS))
-        masks = dict.fromkeys(("full_attention", "linear_attention"))
-        ids = torch.zeros(1, 256, dtype=torch.int64)
-        model(ids, attention_mask=masks, use_cache=False)
-    layout = Layout(make_vocab_size_divisible_by=1)
-    counted = sequence_flops(arch, layout, tokens=256, length=256)
-    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "Qwen3_5ForCondi"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"attn_output_gate": False}, "attn_output_gate"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"layer_types": ["linear_attention"]}, "layer_types"),
-        ({"layer_types": ["sliding_attention"] * 6}, "layer_types"),
-        ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim"),
-        ({"linear_num_key_heads": 5}, "linear_num_key_heads=5"),
-        ({"linear_num_value_heads": 0}, "linear_num_value_heads"),
-        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
-        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"text_config": {"hidden_size": 64}}, "text_config"),
-    ],
-)
-def test_what_would_be_other_delta_nets_is_refused_by_name(
-    change: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(UserError, match=named):
-        parse_architecture(DELTA_NETS | change)
+def test_a_family_with_other_layers_is_refused_by_its_name() -> None:
+    """Qwen3.5's linear attention is no attention."""
+    other = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    with pytest.raises(UserError, match="Qwen3_5ForCausalLM"):
+        parse_architecture(other)
 
 
 @pytest.mark.parametrize(

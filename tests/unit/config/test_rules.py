@@ -22,10 +22,8 @@ DENSE = SimpleNamespace(
     ffn_hidden_size=96,
     vocab_size=331,
     sliding_window=None,
-    delta_net=None,
     rotary_interleaved=False,
 )
-DELTA_NETS = SimpleNamespace(**{**vars(DENSE), "delta_net": object()})
 WINDOWS = SimpleNamespace(**{**vars(DENSE), "sliding_window": object()})
 NEIGHBORS = SimpleNamespace(**{**vars(DENSE), "rotary_interleaved": True})
 EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_experts": 6})
@@ -133,22 +131,6 @@ def test_windows_in_context_parallelism(sections: dict[str, Any], refused: bool)
         return
     with pytest.raises(UserError, match="cp_comm_type=all_gather"):
         rules.check_model_rules(of_run, WINDOWS, CHUNKS)
-
-
-@pytest.mark.parametrize(
-    ("sections", "option"),
-    [
-        ({"parallel": {"context_parallel_size": 2}}, "parallel.context_parallel_size=2"),
-        (
-            {"model": {"transformer_impl": "transformer_engine"}},
-            "model.transformer_impl=transformer_engine",
-        ),
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm"),
-        ({"rollout": {"engine": "server", "endpoint": "http://h/v1"}}, "rollout.engine=server"),
-    ],
-)
-def test_what_gated_delta_nets_do_not_go_with(sections: dict[str, Any], option: str) -> None:
-    refused_for(DELTA_NETS, sections, option)
 
 
 def test_fused_rotations_of_packed_neighbors() -> None:
@@ -261,10 +243,9 @@ def test_other_fp8_rollouts_are_refused_by_name(sections: dict[str, Any], option
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model", [EXPERTS, DELTA_NETS])
-def test_fp8_rollouts_are_of_plain_layers(model: Any) -> None:
+def test_fp8_rollouts_are_of_plain_layers() -> None:
     sections = {"model": BF16, "objective": CORRECTED, "rollout": FP8}
-    refused_for(model, sections, "rollout.vllm.quantization")
+    refused_for(EXPERTS, sections, "rollout.vllm.quantization")
 
 
 def test_servers_and_their_addresses() -> None:

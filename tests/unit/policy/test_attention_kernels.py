@@ -41,7 +41,7 @@ def test_local_layers_leave_it_out(monkeypatch: Any, transformer_engine: bool) -
     def layout(*_: object) -> None:
         raise StopIteration
 
-    monkeypatch.setattr(model, "read_architecture", lambda _: SimpleNamespace(delta_net=None))
+    monkeypatch.setattr(model, "read_architecture", lambda _: SimpleNamespace())
     monkeypatch.setattr(model, "use_transformer_engine", lambda _: transformer_engine)
     monkeypatch.setattr(model, "disable_cudnn_attention", lambda: called.append("disabled"))
     monkeypatch.setattr(model, "Layout", SimpleNamespace(of=layout))

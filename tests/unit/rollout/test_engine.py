@@ -86,21 +86,6 @@ def test_hidden_sizes_of_experts_that_vllm_has_no_kernel_for(model, installed):
         choose_engine("vllm", model(**experts, hidden_size=144))
 
 
-def test_delta_nets_are_not_given_to_vllm(model, installed):
-    installed(True, gpu=True)
-    delta_nets = {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    }
-    assert choose_engine("auto", model(**delta_nets)) == "transformers"
-    with pytest.raises(UserError, match="gated delta nets"):
-        choose_engine("vllm", model(**delta_nets))
-
-
 def test_mixtures_that_vllm_does_not_run(model, installed):
     """It has no dots.llm1 any more, and an output layer of its own for GLM-4.5."""
     installed(True, gpu=True)

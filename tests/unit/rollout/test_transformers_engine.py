@@ -65,12 +65,6 @@ def windows(tiny_models):
     return TransformersEngine.from_pretrained(tiny_models("gemma3"), max_num_seqs=12)
 
 
-@pytest.fixture(scope="module")
-def delta_nets(tiny_models):
-    """Layers that keep a state of one size, beside layers that keep all keys."""
-    return TransformersEngine.from_pretrained(tiny_models("qwen3_5"), max_num_seqs=12)
-
-
 def prompts(count):
     rng = np.random.default_rng(0)
     ids = [tuple(int(t) for t in rng.integers(1, 331, 3 + i % 4)) for i in range(count)]
@@ -114,7 +108,7 @@ def test_response_does_not_depend_on_the_batch(engine):
     assert [r.token_ids.tolist() for r in other] != [r.token_ids.tolist() for r in together]
 
 
-@pytest.mark.parametrize("which", ["engine", "windows", "delta_nets"])
+@pytest.mark.parametrize("which", ["engine", "windows"])
 def test_logprobs_equal_a_forward_pass(request, which):
     """Left padding, repeated caches and dropped rows leave every log-prob what a plain forward pass
     gives.
@@ -173,12 +167,10 @@ def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
     engine.weights_version = 0
 
 
-@pytest.mark.parametrize("which", ["engine", pytest.param("delta_nets", marks=pytest.mark.full)])
-def test_a_free_place_is_taken_by_the_next_sample(request, which, monkeypatch):
+def test_a_free_place_is_taken_by_the_next_sample(engine, monkeypatch):
     """Only where a rollout may be partial: otherwise a batch runs to its end, and its last
     responses alone.
     """
-    engine = request.getfixturevalue(which)
     monkeypatch.setattr(engine, "eos_token_ids", tuple(range(0, 331, 16)))  # many lengths
     sampling, used = SamplingConfig(max_tokens=40, seed=3, temperature=1.5), []
     samples = [(prompt, index) for prompt in prompts(10) for index in range(6)]
