@@ -14,9 +14,8 @@ from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.data.datasets import PromptOptions, render_prompts
 from megatron_dcpo.data.problem_kinds import check_kinds
 from megatron_dcpo.errors import UserError, did_you_mean
-from megatron_dcpo.evaluation.best_step import parts
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
-from megatron_dcpo.evaluation.headline import METRICS
+from megatron_dcpo.evaluation.headline import METRICS, parts
 from megatron_dcpo.evaluation.problems import Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import headline, score_samples

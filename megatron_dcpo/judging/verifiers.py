@@ -19,7 +19,6 @@ from megatron_dcpo.config.field_types import (
     members,
 )
 from megatron_dcpo.judging.answers import AnswerForm, Verifier
-from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.judging.sources import GYM_VERIFIER
 from megatron_dcpo.judging.verifier_kind import PackedTests, Problems, VerifierKind
 from megatron_dcpo.judging.weighted import Member, WeightedSum, common_form, labels
@@ -176,7 +175,9 @@ def equivalence(verifier: VerifierChoice) -> Callable[[str, str], bool]:
         same = kind_of(name).same if name in names else None
         if same is not None:
             return same
-    return equivalent_math
+    mathematics = kind_of("math").same
+    assert mathematics is not None
+    return mathematics
 
 
 def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:

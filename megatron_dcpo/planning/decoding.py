@@ -18,7 +18,8 @@ from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.planning.engine import EngineMemory
 from megatron_dcpo.planning.machine import Rates
-from megatron_dcpo.planning.traffic import Work, operations_per_token
+from megatron_dcpo.planning.traffic import Work
+from megatron_dcpo.weights.arithmetic import operations_per_token
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.table import number_of_parameters
 

@@ -14,7 +14,8 @@ from megatron_dcpo.planning.decoding import DecodingSteps, decoding_costs
 from megatron_dcpo.planning.engine import EngineMemory
 from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.memory import recomputed_share
-from megatron_dcpo.planning.traffic import BytesSent, Operations, Work, operations_per_token
+from megatron_dcpo.planning.traffic import BytesSent, Work
+from megatron_dcpo.weights.arithmetic import Operations, operations_per_token
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import sums_of_stages
 

@@ -14,7 +14,6 @@ from megatron_dcpo.calibration.summary import OF_CONFIDENCE
 from megatron_dcpo.data.problem_kinds import kinds_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method
-from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import peak_tflops
@@ -22,6 +21,7 @@ from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
+from megatron_dcpo.weights.arithmetic import sequence_flops
 
 LOSS_METRICS = {
     "clipped": "loss/clip_fraction",

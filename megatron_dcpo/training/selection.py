@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from megatron_dcpo.evaluation.best_step import improves, value_of
+from megatron_dcpo.evaluation.headline import improves, value_of
 
 
 class Selection:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED
-from megatron_dcpo.judging.math.pool import verify_answers
+from megatron_dcpo.judging.math.pool import equivalent_math, verify_answers
 from megatron_dcpo.judging.verifier_kind import (
     Problems,
     VerifierKind,
@@ -30,5 +30,6 @@ def _check_problems(name: str, problems: Problems, source: str) -> None:
 MATH = VerifierKind(
     form=BOXED,
     build=lambda name, options, tests: verify_answers,
+    same=equivalent_math,
     check_problems=_check_problems,
 )

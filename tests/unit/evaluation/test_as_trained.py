@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 
-from megatron_dcpo import rollout
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.data.datasets import PromptOptions, load_prompts
@@ -82,7 +81,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     evaluated = load_evaluation(server | own, as_trained=str(path))
     assert evaluated.judging == config.judging
     monkeypatch.setattr(
-        rollout, "load_tokenizer", {str(directory): tokenizer}.get
+        "megatron_dcpo.rollout.tokens.load_tokenizer", {str(directory): tokenizer}.get
     )  # it takes seconds
     monkeypatch.setattr("megatron_dcpo.evaluation.responders.token_bytes", token_bytes_once)
     responder = ask_server(evaluated, today())

@@ -15,7 +15,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.config import load_config
 from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.best_step import improves, value_of
+from megatron_dcpo.evaluation.headline import improves, value_of
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from tests.helpers.paths import QUICKSTART

@@ -7,9 +7,9 @@ import torch
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import ParallelConfig
-from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.runtime import device
 from megatron_dcpo.training import metrics
+from megatron_dcpo.weights.arithmetic import sequence_flops
 from megatron_dcpo.weights.layout import Layout
 from tests.helpers.paths import REPOSITORY
 
