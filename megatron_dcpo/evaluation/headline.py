@@ -1,4 +1,4 @@
-"""The values that every table of results has: the text of their cells, and which value is better."""
+"""The values that every table of results has: their texts, and which of two is better."""
 
 from __future__ import annotations
 
