@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "data": {"examples_per_step": 32},
     "optimizer": {"lr": 1e-4, "weight_decay": 0.0},
-    "training": {"epochs": 2, "save_interval": 0, "export_hf": False},
+    "training": {"epochs": 2, "save_interval": 0},
 }
 
 # the options of dcpo sft that a flag sets here

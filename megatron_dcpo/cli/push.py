@@ -86,8 +86,8 @@ def pushed_directory(named: Path) -> Path:
     if not named.is_dir():
         raise UserError(f"{named}: no such run directory")
     raise UserError(
-        f"{named} has neither policy/ nor adapter/: its training has not ended, or had "
-        "training.export_hf=false; make one by dcpo convert export --from "
+        f"{named} has neither policy/ nor adapter/: its training has not ended; "
+        "make one by dcpo convert export --from "
         f"{named / 'checkpoints'} --to {named / 'policy'}"
     )
 

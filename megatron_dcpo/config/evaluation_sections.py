@@ -70,8 +70,6 @@ class EngineConfig:
     """As rollout.agent_sessions of a training."""
     agent_seconds: Annotated[float, Field(gt=0)] = RolloutConfig.agent_seconds
     """As rollout.agent_seconds of a training."""
-    agent_memory_mb: Annotated[int, Field(ge=64)] = RolloutConfig.agent_memory_mb
-    """As rollout.agent_memory_mb of a training."""
     agent_calls: Positive = RolloutConfig.agent_calls
     """As rollout.agent_calls of a training."""
     asks_confidence: bool = RolloutConfig.asks_confidence
