@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 smollm2-served serve calculator say policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 smollm2-served serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs dist clean
 
 setup: $(VENV)/.installed
@@ -68,9 +68,6 @@ calculator: setup
 	PYTHON=$(BIN)/python examples/calculator/run.sh
 
 # a policy that learns to state in its text what can be fitted on its own answers; about five minutes on two cores
-say: setup
-	$(BIN)/python examples/say/run.py
-
 # rebuild the starting policies and the problems of the quickstart (they are in git)
 policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py

@@ -23,9 +23,11 @@ from measurement import QUICK, REPOSITORY, Measurement
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine, load_tokenizer
 from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.tokens import load_tokenizer
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.types import Prompt, Response
 
 GOAL = 1.1

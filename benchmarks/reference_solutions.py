@@ -21,7 +21,8 @@ from measurement import DATA, QUICK, Measurement, absent
 
 from megatron_dcpo.data.code_problems import code_problem
 from megatron_dcpo.data.files import read_rows
-from megatron_dcpo.sandbox.judge import CodeLimits, judge_programs
+from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.limits import CodeLimits
 from tests.helpers.data import reference_solution
 
 

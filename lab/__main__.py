@@ -1,4 +1,4 @@
-"""``python -m lab test|test-tables|world2|price|adapter|language-model|theory|probe``: run the lab.
+"""``python -m lab VERB``: run the lab.
 
 The results are in `docs/lab/README.md`.
 """
@@ -6,15 +6,27 @@ The results are in `docs/lab/README.md`.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from lab import adapter, confidences, language_model, price, testgrid, testtables, world2
+from lab import (
+    adapter,
+    confidences,
+    equal_data,
+    language_model,
+    price,
+    testgrid,
+    testtables,
+    world2,
+)
 from lab.theory.run import write_theory
+from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.runs import find_runs
 
 
 def main() -> int:
@@ -79,18 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     language = verbs.add_parser(
         "language-model", help="what policies of SmolLM2-135M state of what they know: its tables"
     )
-    for verb, runs in ((own, "runs/adapter_study"), (language, "runs/language_model")):
-        verb.add_argument(
-            "--train",
-            action="store_true",
-            help="first train, sample and fit; finished parts are kept",
-        )
-        verb.add_argument(
-            "--grid",
-            type=Path,
-            default=Path(runs),
-            help="where the runs are (default: %(default)s)",
-        )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -104,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     gradients.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
     gradients.add_argument("--out", type=Path, help="of probe.json, probe.png (default: run_dir)")
     gradients.set_defaults(run=_probe)
+    equal = verbs.add_parser(
+        "equal-data", help="trainings after as many informative groups, or responses, each"
+    )
+    equal.add_argument("runs", nargs="+", metavar="RUN", help="directories with metrics.jsonl")
+    equal.set_defaults(run=_equal_data)
     of_test = ",".join(f"large.{n}" for n in range(1, 6))
     for verb, cells, policies in (
         (test, "runs/lab_test", of_test),
@@ -151,6 +156,12 @@ def _probe(args: argparse.Namespace) -> None:
     probe.main(args.config, args.overrides, args.batches, args.out)
 
 
+def _equal_data(args: argparse.Namespace) -> None:
+    comparisons = equal_data.at_equal_data(find_runs(args.runs))
+    values = [asdict(comparison) for comparison in comparisons]
+    print(json.dumps(json_ready(values), indent=1))
+
+
 def _test(args: argparse.Namespace) -> None:
     chosen = testgrid.cells(
         args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1)
@@ -188,25 +199,13 @@ def _price(args: argparse.Namespace) -> None:
 
 
 def _adapter(args: argparse.Namespace) -> None:
-    if args.train:
-        records = args.out / adapter.AGAIN.records
-        adapter.train(args.grid.resolve())
-        logging.info(
-            "%d seeds packed", confidences.pack(adapter.AGAIN, args.grid.resolve(), records)
-        )
     for study in (adapter.FIRST, adapter.AGAIN):
-        records = args.out / study.records
-        if records.is_file():
-            confidences.tables(records, args.out, study)
+        confidences.tables(args.out / study.records, args.out, study)
 
 
 def _language_model(args: argparse.Namespace) -> None:
     study = language_model.STUDY
-    records = args.out / study.records
-    if args.train:
-        language_model.train(args.grid.resolve(), records)
-        logging.info("%d seeds packed", confidences.pack(study, args.grid.resolve(), records))
-    confidences.tables(records, args.out, study)
+    confidences.tables(args.out / study.records, args.out, study)
 
 
 def _train(

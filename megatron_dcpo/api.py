@@ -29,6 +29,7 @@ def train(config: str | Path | Options, options: Options | None = None) -> Path:
     from megatron_dcpo.config import load_config, overridden, validate
     from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.loop import train as train_run
+    from megatron_dcpo.training.outcome import write_cards
 
     given = dict(options or {})
     if isinstance(config, Mapping):
@@ -41,6 +42,7 @@ def train(config: str | Path | Options, options: Options | None = None) -> Path:
         checked = load_config(config, overrides)
     try:
         train_run(checked)
+        write_cards(Path(checked.run_dir))
     finally:
         distributed.destroy()
     return Path(checked.run_dir)

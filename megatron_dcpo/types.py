@@ -25,15 +25,6 @@ Copied = TypeVar("Copied")
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
 VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
-REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
-# as rollout.agent: the environment of a problem makes the responses to it
-OWN_ROLLOUT = "environment"
-# open the path of an environment of verifiers or NeMo Gym
-ENVIRONMENTS = ("verifiers:", "nemo_gym:")
-# problems that are made or brought by a library, with scores of their own
-BROUGHT = (REASONING_GYM, *ENVIRONMENTS)
-# PYTHONHASHSEED of processes that make problems or judge: some depend on the order of sets
-HASH_SEED = "0"
 CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 FinishReason = Literal["stop", "length", "abort"]

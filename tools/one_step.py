@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from megatron_dcpo.config import Config, load_config  # noqa: E402
-from megatron_dcpo.rollout import load_tokenizer  # noqa: E402
+from megatron_dcpo.rollout.tokens import load_tokenizer  # noqa: E402
 from megatron_dcpo.runtime.distributed import destroy  # noqa: E402
 from megatron_dcpo.training.loop import train  # noqa: E402
 from megatron_dcpo.training.run import Run, build  # noqa: E402

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import auroc, brier, ece, parse_rate
 from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.objectives.method import Method
@@ -63,7 +64,9 @@ def score(
                 weights_version=0,
             )
         )
-    judgements = judge_many(responses, prompts, tokens=tokens, eos_ids=eos_ids)
+    judgements = judge_many(
+        responses, prompts, tokens=tokens, eos_ids=eos_ids, verifier=verify_answers
+    )
     samples = [
         TrainingSample(prompts[response.prompt_id], response, judgement)
         for response, judgement in zip(responses, judgements, strict=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx2
 
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"

@@ -33,7 +33,9 @@ from megatron_dcpo.data.prompts import encode_chat
 from megatron_dcpo.errors import EXIT_USER_ERROR, UserError
 from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine, load_tokenizer
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.tokens import load_tokenizer
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime.device import set_threads
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.types import Response as Sampled

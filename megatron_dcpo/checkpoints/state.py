@@ -32,12 +32,10 @@ from megatron_dcpo.checkpoints.manifest import (
 )
 from megatron_dcpo.checkpoints.reader import CHECKED, SharedRead, cause, describe_error, metadata_of
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import PolicyOptimizer
+from megatron_dcpo.policy.optimizer import Optimizer
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
-from megatron_dcpo.weights.adapter_shape import described
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -63,7 +61,6 @@ _UNREADABLE = (
 )
 _WRITER = re.compile(r"__([0-9]{1,9})_")  # the rank in the name of a file
 PARTS = ("optimizer", "opt_param_scheduler", "run")
-Optimizer = PolicyOptimizer | AdapterOptimizer
 RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "engine")
 
 
@@ -158,8 +155,7 @@ def _restore(loaded: dict[str, Any], policy: Policy, optimizer: Optimizer) -> No
             raise CheckpointingException(f"parameter {missing[0]} missing")
     _check_constants(policy)
     optimizer_shards.restore(optimizer.megatron, loaded["optimizer"])
-    if isinstance(optimizer, AdapterOptimizer):
-        optimizer.restore(loaded["adapter"])
+    optimizer.restore_adapter(loaded.get("adapter", {}))
     try:
         _restore_schedule(optimizer, loaded["opt_param_scheduler"])
         _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
@@ -220,17 +216,17 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
 
 def _check_adapter(path: Path, common: dict[str, Any], optimizer: Optimizer) -> None:
     """Raise :class:`UserError` if the checkpoint was saved with another ``model.adapter``."""
-    has_adapter = isinstance(optimizer, AdapterOptimizer)
-    if ("adapter" in common) != has_adapter:
+    options = optimizer.adapter_options
+    if ("adapter" in common) != (options is not None):
         how = "with" if "adapter" in common else "without"
         raise UserError(
             f"checkpoint {path} was saved {how} model.adapter; resume with the same setting, or "
             "start another run_dir"
         )
-    if not isinstance(optimizer, AdapterOptimizer):
+    if options is None:
         return
     saved = common["adapter"]["config"]
-    for key, value in described(optimizer.adapter.config).items():
+    for key, value in options.items():
         if saved.get(key) != value:
             raise UserError(
                 f"checkpoint {path} was saved with model.adapter.{key}={saved.get(key)}, not "
@@ -319,6 +315,6 @@ def _sharded_state(policy: Policy, optimizer: Optimizer, is_loading: bool) -> di
     state = dict(model)
     state["optimizer"] = optimizer_shards.optimizer_state(optimizer.megatron, model, is_loading)
     state["opt_param_scheduler"] = optimizer.scheduler.state_dict()
-    if isinstance(optimizer, AdapterOptimizer):
-        state["adapter"] = optimizer.sharded_state()
+    if optimizer.adapter_options is not None:
+        state["adapter"] = optimizer.adapter_state()
     return state

@@ -35,13 +35,10 @@ from megatron_dcpo.errors import (
     pip_install,
 )
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.paths import places as places
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
-    from megatron_dcpo.config import Config
-    from megatron_dcpo.sandbox.local import CodeLimits
-
     # argparse has no public name for what add_subparsers returns
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -56,7 +53,6 @@ VERBS = {
     "calibrate": "fit a post-hoc confidence on judged samples",
     "serve": "an OpenAI-compatible proxy whose answers carry a calibrated confidence",
     "convert": "Hugging Face <-> Megatron checkpoints",
-    "push": "upload a trained policy, or an adapter, with its model card to the hub",
     "objective": "rewards, advantages and loss of a few responses, without a model",
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",
     "doctor": "check this installation",
@@ -292,25 +288,6 @@ def _ranks_differ() -> bool:
     return torch is not None and torch.distributed.is_initialized()
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Call ``config.load_config``. A missing file is reported before the schema and its libraries
-    are imported.
-    """
-    if all("=" in override for override in overrides):
-        check_config_exists(path)
-    from megatron_dcpo.config import load_config
-
-    return load_config(path, list(overrides))
-
-
-def check_config_exists(path: str) -> None:
-    """Raise :class:`UserError` if there is no such file."""
-    if Path(path).is_dir():
-        raise UserError(f"--config {path} is a directory; name the YAML file in it")
-    if not Path(path).is_file():
-        raise UserError(f"config file {path} does not exist{places(path)}")
-
-
 def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Raise :class:`UserError` for the first of these options that is given, because it would be
     ignored; ``why`` follows its name. Their defaults are None, False or an empty text.
@@ -319,16 +296,6 @@ def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> No
         value = getattr(args, name)
         if value is not None and value is not False and value != "":
             raise UserError(f"--{name.replace('_', '-')} {why}")
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config`` and what overrides it."""
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file with the run's options"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
-    )
 
 
 def add_kinds_argument(parser: argparse._ActionsContainer) -> None:
@@ -380,20 +347,6 @@ def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="MB",
         help="memory limit of a program or verifier (default 1024)",
     )
-
-
-def program_limits(args: argparse.Namespace) -> CodeLimits:
-    """Return the given limits, with the defaults of ``CodeLimits`` for the others. Raises
-    :class:`UserError`.
-    """
-    from megatron_dcpo.sandbox.local import CodeLimits
-
-    flags_set = {}
-    for name in ("test_seconds", "program_seconds", "memory_mb"):
-        value = getattr(args, name, None)
-        if value is not None:
-            flags_set[name] = value
-    return CodeLimits(**flags_set)
 
 
 def positive_int(text: str) -> int:

@@ -86,7 +86,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--columns",
         metavar="OURS=THEIRS,...",
         help="with --samples: columns of a table, correct=NAME, confidence=NAME; text, problem, "
-        "group, task, kind",
+        "group, task, kind; verl, trl, lighteval or verifiers: theirs",
     )
     parser.add_argument(
         "--config",
@@ -120,12 +120,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep the features that dcpo calibrate --kind confclass reads",
     )
     parser.add_argument(
-        "--keep",
-        choices=["states"],
-        help="with --model: keep the model's state before the number of each confidence, which "
-        "dcpo calibrate --features states and stack read",
-    )
-    parser.add_argument(
         "--calibrator",
         "--posthoc",
         metavar="FILE",
@@ -149,19 +143,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--limit", type=positive_int, help="only the first problems of every benchmark"
-    )
-    parser.add_argument(
-        "--data-dir",
-        metavar="DIR",
-        help="directory of the benchmark files (default: $DCPO_DATA, or data/)",
-    )
-    parser.add_argument(
-        "--corrections", action="store_true", help="repair documented defects of benchmark data"
-    )
-    parser.add_argument(
-        "--untested",
-        action="store_true",
-        help="keep programming problems whose tests assert nothing (3 of MBPP+)",
     )
     parser.add_argument(
         "--rejudge", action="store_true", help="with --samples: also judge the responses again"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.runtime.brought import BROUGHT
 
 if TYPE_CHECKING:
     from megatron_dcpo.config.evaluation_sections import EvaluateConfig
@@ -32,12 +32,9 @@ SHORTHANDS: Mapping[str, str] = {
     "repeats": "evaluation.samples",
     "confidence": "evaluation.confidence",
     "features": "evaluation.features",
-    "keep": "evaluation.keep",
     "calibrator": "evaluation.calibrator",
     "kinds": "evaluation.kinds",
     "limit": "evaluation.limit",
-    "data_dir": "evaluation.data_dir",
-    "corrections": "evaluation.corrections",
     "temperature": "evaluation.temperature",
     "top_p": "evaluation.top_p",
     "top_k": "evaluation.top_k",
@@ -46,7 +43,6 @@ SHORTHANDS: Mapping[str, str] = {
     "resamples": "evaluation.resamples",
     "template": "data.template",
     "thinking": "data.thinking",
-    "untested": "data.untested",
     "batch_size": "rollout.max_num_seqs",
     "engine": "rollout.engine",
     "agent": "rollout.agent",

@@ -13,8 +13,8 @@ _LONGEST_ANSWER = 30
 
 def print_evaluation(evaluation: Mapping[str, Any]) -> None:
     """Print the table of results for people."""
-    from megatron_dcpo.cli.report import print_table
-    from megatron_dcpo.evaluation.kinds import no_kinds_line
+    from megatron_dcpo.cli.tables import print_table
+    from megatron_dcpo.data.problem_kinds import no_kinds_line
     from megatron_dcpo.evaluation.scoring import LOOKUP, headline, scored_kinds
 
     scored = dict(evaluation["benchmarks"])

@@ -20,7 +20,6 @@ from megatron_dcpo.cli import (
     VERBS,
     add_judging_arguments,
     positive_int,
-    program_limits,
     refuse_given,
 )
 from megatron_dcpo.errors import UserError
@@ -29,6 +28,7 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.sandbox.limits import CodeLimits
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -122,7 +122,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.data.files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
-    from megatron_dcpo.judging.function_verifier import check_error_rate
+    from megatron_dcpo.judging.verdicts import check_error_rate
     from megatron_dcpo.judging.verifiers import verifiers
     from megatron_dcpo.types import VERIFIER_ERROR
 
@@ -182,7 +182,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
     from megatron_dcpo.sandbox.judge import CodePool
     from megatron_dcpo.sandbox.tests import check_syntax, checked_tests
 
-    limits = program_limits(args)
+    limits = _program_limits(args)
     if args.program_seconds is None:
         limits = replace(limits, program_seconds=10 * limits.test_seconds)
     rows = _read_programs(args.programs)
@@ -329,3 +329,17 @@ def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
         "string_equal": sum(pair.string_equal for pair in judged),
         "disagreements": disagreements,
     }
+
+
+def _program_limits(args: argparse.Namespace) -> CodeLimits:
+    """Return the given limits, with the defaults of ``CodeLimits`` for the others. Raises
+    :class:`UserError`.
+    """
+    from megatron_dcpo.sandbox.limits import CodeLimits
+
+    flags_set = {}
+    for name in ("test_seconds", "program_seconds", "memory_mb"):
+        value = getattr(args, name, None)
+        if value is not None:
+            flags_set[name] = value
+    return CodeLimits(**flags_set)

@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, as_options, load_config, refuse_given, train
+from megatron_dcpo.cli import VERBS, as_options, refuse_given, train
+from megatron_dcpo.cli.config_file import load_config
 from megatron_dcpo.errors import (
     EXIT_INTERRUPTED,
     EXIT_PEER_LOST,

@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, positive_int, refuse_given
+from megatron_dcpo.cli import VERBS, positive_int, refuse_given
+from megatron_dcpo.cli.config_file import add_config_arguments, load_config
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_kinds_argument, refuse_given
+from megatron_dcpo.cli.tables import print_table
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import printable
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TITLE = "Accuracy and calibration"
 _PORT = 8765
 # options of the page that is written
-_OF_A_PAGE = ("columns", "out", "title", "against", "kinds", "json")
+_OF_A_PAGE = ("columns", "out", "title", "kinds", "json")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -47,17 +47,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "--columns",
         metavar="OURS=THEIRS,...",
         help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind; "
-        "of a log of lm-eval filter=NAME, of Inspect correct=SCORER",
+        "verl, trl, lighteval or verifiers: theirs; of a log of lm-eval filter=NAME, of Inspect "
+        "correct=SCORER",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="file of the page (default: report.html in the first RUN)"
     )
     parser.add_argument("--title", help="heading of the page (default: Accuracy and calibration)")
-    parser.add_argument(
-        "--against",
-        metavar="paper|FILE",
-        help="published numbers to compare with: paper, or a CSV file",
-    )
     add_kinds_argument(parser)
     parser.add_argument(
         "--json", action="store_true", help="print the comparison as JSON instead of a table"
@@ -75,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
 
     # imports matplotlib, which is slow and which other verbs do not need
-    from megatron_dcpo.evaluation import published, report
+    from megatron_dcpo.evaluation import report
     from megatron_dcpo.evaluation.alike import evaluated_alike
-    from megatron_dcpo.evaluation.equal_data import at_equal_data
     from megatron_dcpo.evaluation.foreign import parse_columns
     from megatron_dcpo.evaluation.runs import find_runs, with_kinds
 
@@ -89,25 +84,19 @@ def run(args: argparse.Namespace) -> int:
     runs = find_runs(args.runs, columns)
     if args.kinds:
         runs = [with_kinds(run, args.kinds) for run in runs]
-    against = published.load_published(args.against) if args.against else []
     first = Path(args.runs[0])
     target = args.out or first / "report.html"
     if first.is_file() and not args.out:
         target = first.with_name(f"{first.stem}.report.html")
-    evaluations = {one.name: one.evaluation for one in runs}
     try:
-        page = report.write_report(runs, target, args.title or _TITLE, against)
+        page = report.write_report(runs, target, args.title or _TITLE)
         numbers = report.comparison(runs)
-        compared = published.compare(evaluations, against)
         groups = evaluated_alike(runs)
         if not args.json:
             print_table(numbers)
             _print_not_alike(groups)
             _print_unevaluated(runs)
             _print_without_kinds(runs)
-            _print_published(compared)
-            for line in published.left_out(evaluations, against):
-                print(printable(line))
     except report.OTHER_FORM as error:
         raise UserError(
             f"a file of {', '.join(args.runs)} has another form than dcpo evaluate and dcpo train "
@@ -115,11 +104,8 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if args.json:
         values: dict[str, Any] = {"report": str(page), "runs": numbers}
-        values["equal_data"] = [asdict(equal) for equal in at_equal_data(runs)]
         values["alike"] = [_group_as_json(group) for group in groups]
         values["not_evaluated"] = [one.name for one in runs if one.evaluation is None]
-        if args.against:
-            values["against"] = compared
         print(json.dumps(json_ready(values), indent=1))
     else:
         print(printable(f"wrote {page}"))
@@ -175,71 +161,9 @@ def _print_unevaluated(runs: Sequence[EvaluatedRun]) -> None:
 
 def _print_without_kinds(runs: Sequence[EvaluatedRun]) -> None:
     """Say of each evaluation without kinds of problem which could be named."""
-    from megatron_dcpo.evaluation.kinds import no_kinds_line
+    from megatron_dcpo.data.problem_kinds import no_kinds_line
 
     for run in runs:
         kinds = (run.evaluation or {}).get("kinds")
         if kinds and not kinds["by"]:
             print(printable(f"{run.name}: {no_kinds_line(kinds['possible'])}"))
-
-
-def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
-    for row in rows:
-        values = []
-        for run_name, value in row["ours"].items():
-            if value is not None:
-                values.append(f"{run_name} {value:.4g}")
-        ours = ", ".join(values) or "–"
-        mark = f"  ! {row['mark']}" if row["mark"] else ""
-        kind = row["confidence"] or "?"
-        name = f"{row['method']}, {row['benchmark']}, {kind} {row['metric']}"
-        line = f"{name}: printed {row['printed']:.4g}, ours {ours}{mark}"
-        print(printable(line))
-
-
-def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
-    """Print one line per name, with the headline metrics as columns."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from megatron_dcpo.evaluation.headline import METRICS, format_value
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for metric in METRICS.values():
-        table.add_column(metric.label, justify="right", no_wrap=True)
-    for name, values in numbers.items():
-        cells = [format_value(key, values.get(key)) for key in METRICS]
-        table.add_row(Text(printable(name)), *cells)
-    console = Console()
-    # a narrow window breaks the lines, rather than losing digits
-    console.width = max(console.width, 140)
-    console.print(table)
-
-
-def show_scores(
-    what: str,
-    out: str,
-    rows: Mapping[str, Mapping[str, Any]],
-    kinds: Mapping[str, Any],
-    as_json: bool,
-) -> None:
-    """Print where a fitted confidence is, and its scores on the held-out problems by name, if there
-    are any, with what the ``kinds`` of problem are (:func:`kinds.described`).
-    """
-    from megatron_dcpo.calibration.summary import json_ready
-    from megatron_dcpo.evaluation.kinds import no_kinds_line
-
-    if as_json and rows:
-        values = {what: out, "kinds": kinds, "held_out": rows}
-        print(json.dumps(json_ready(values), indent=1))
-    elif as_json:
-        print(json.dumps({what: out}))
-    elif rows:
-        print_table(rows, "held out")
-        if not kinds["by"]:
-            print(printable(no_kinds_line(kinds["possible"])))
-        print(f"wrote {out}")
-    else:
-        print(f"no problem was held out; wrote {out}")

@@ -103,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.runtime.local_names import is_loopback
     from megatron_dcpo.runtime.served_models import check_address, list_models
     from megatron_dcpo.serving.access import Access, read_keys
-    from megatron_dcpo.serving.adapter import served_adapter
     from megatron_dcpo.serving.calibrator import check_models
     from megatron_dcpo.serving.forward import Forward
     from megatron_dcpo.serving.middleware import ConfidenceMiddleware
@@ -119,15 +118,10 @@ def run(args: argparse.Namespace) -> int:
     fix = "a proxy needs a server that lists them"
     rows = list_models(args.endpoint, fix, api_key)
     names = names_of(rows)
-    reader = None
-    if args.adapter:
-        reader = served_adapter(args.adapter, scorer.marker, rows)
     if scorer.calibrator is not None:
         check_models(scorer.calibrator, args.calibrator, names)
     limits = _limits(args)
-    service = build_service(
-        scorer, CollectorRegistry(), names, reader, limits=limits, example=args.example
-    )
+    service = build_service(scorer, CollectorRegistry(), names, limits=limits, example=args.example)
     forward = Forward(args.endpoint, limits, api_key if keys else None)
     app = ConfidenceMiddleware(forward, service)
     guarded = Access(app, is_local=is_loopback(args.host), keys=keys)

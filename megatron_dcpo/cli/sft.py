@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, check_config_exists
+from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli.config_file import check_config_exists
 from megatron_dcpo.cli.train import (
     add_run_arguments,
     carry_out,
@@ -47,14 +48,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _described(config: SupervisedConfig) -> dict[str, Any]:
     """Return what a run would train on."""
-    from megatron_dcpo.config.without_effect import options_without_effect
+    from megatron_dcpo.config.supervised import supervised_without_effect
     from megatron_dcpo.training.dry_run import describe_weights
     from megatron_dcpo.training.provenance import check_run_dir, with_model_here
     from megatron_dcpo.training.supervised import read_inputs, read_model, with_steps
 
     config = with_model_here(config, weights=False)
     inputs = read_inputs(config)
-    samples = [example.samples()[0] for example in inputs.examples]
+    samples = [example.sample() for example in inputs.examples]
     lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
     check_run_dir(config.run_dir, config.training.resume)
@@ -64,7 +65,7 @@ def _described(config: SupervisedConfig) -> dict[str, Any]:
         "demonstrations": len(lengths),
         "held_out": len(inputs.held_out),
         "steps": steps,
-        "without effect": "; ".join(options_without_effect(config)) or "nothing",
+        "without effect": "; ".join(supervised_without_effect(config)) or "nothing",
         "longest": max(lengths),
         "mean_length": round(sum(lengths) / len(lengths), 1),
         "prompt": tokenizer.decode(samples[0].prompt_ids.tolist()),

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, refuse_given
+from megatron_dcpo.cli import VERBS, refuse_given
+from megatron_dcpo.cli.config_file import add_config_arguments, load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 
@@ -110,12 +111,13 @@ def carry_out(train: Callable[[], None], run_dir: str, as_json: bool) -> None:
     groups.
     """
     from megatron_dcpo.runtime import distributed
-    from megatron_dcpo.training.outcome import outcome
+    from megatron_dcpo.training.outcome import outcome, write_cards
 
     try:
         train()
         if distributed.topology().rank > 0:
             return
+        write_cards(Path(run_dir))
         if as_json:
             with open(f"{run_dir}/metrics.jsonl") as file:
                 sys.stdout.write(file.readlines()[-1])

@@ -43,7 +43,7 @@ from megatron_dcpo.errors import UserError, nearest, one_line, validated_name, v
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.paths import beside, places
-from megatron_dcpo.sandbox.local import CodeLimits
+from megatron_dcpo.sandbox.limits import CodeLimits
 
 __all__ = [
     "AdapterConfig",

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config.field_types import STRICT, Columns, NonNegative, Positive, Thinking
 from megatron_dcpo.config.sections import (
+    AgentsConfig,
     DataConfig,
     JudgingConfig,
     RolloutConfig,
@@ -40,10 +41,6 @@ class PromptConfig:
     """As data.template of a training (--template)."""
     thinking: Thinking = DataConfig.thinking
     """As data.thinking of a training (--thinking)."""
-    untested: bool = False
-    """Keep programming problems whose tests assert nothing, which any program passes
-    (--untested).
-    """
     columns: Columns = dataclasses.field(default_factory=dict)
     """As data.columns of a training, for benchmarks of your own files that have them."""
     sources: tuple[SourceConfig, ...] = ()
@@ -53,7 +50,7 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class EngineConfig:
+class EngineConfig(AgentsConfig):
     """How the model's responses are sampled in this process."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
@@ -62,23 +59,6 @@ class EngineConfig:
     """Responses sampled at once; 0: 512 by vLLM on a GPU, else 64 (--batch-size)."""
     max_response_length: Positive = RolloutConfig.max_response_length
     """Longest response in tokens, unless evaluation.max_tokens is set."""
-    agent: str = ""
-    """As rollout.agent of a training (--agent)."""
-    command: str = ""
-    """As rollout.command of a training (--command)."""
-    agent_sessions: Positive = RolloutConfig.agent_sessions
-    """As rollout.agent_sessions of a training."""
-    agent_seconds: Annotated[float, Field(gt=0)] = RolloutConfig.agent_seconds
-    """As rollout.agent_seconds of a training."""
-    agent_calls: Positive = RolloutConfig.agent_calls
-    """As rollout.agent_calls of a training."""
-    asks_confidence: bool = RolloutConfig.asks_confidence
-    """As rollout.asks_confidence of a training."""
-
-    @property
-    def runs_agents(self) -> bool:
-        """Return whether agents make the responses."""
-        return bool(self.agent or self.command)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -93,18 +73,10 @@ class EvaluationConfig(SampledProblemsConfig):
     """Kinds of confidence that are scored, comma separated (--confidence)."""
     features: bool = False
     """Keep what dcpo calibrate --kind confclass reads (--features)."""
-    keep: Literal["nothing", "states"] = "nothing"
-    """What is kept besides: states, the model's state before the number of each confidence, in
-    states.safetensors, which dcpo calibrate --features states and stack read (--keep).
-    """
     calibrator: str = ""
     """File of dcpo calibrate whose confidence is scored as well (--calibrator)."""
     resamples: NonNegative = 1000
     """Bootstrap resamples for 95 % intervals; 0: no intervals (--resamples)."""
-    data_dir: str = ""
-    """Directory of the benchmarks' files; empty: $DCPO_DATA, else data/ (--data-dir)."""
-    corrections: bool = False
-    """Repair documented defects of benchmark data (--corrections)."""
 
 
 @dataclass(frozen=True, config=STRICT)

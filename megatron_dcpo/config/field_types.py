@@ -12,8 +12,8 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from megatron_dcpo.errors import did_you_mean
+from megatron_dcpo.runtime.brought import ENVIRONMENTS
 from megatron_dcpo.runtime.plugins import is_import_path
-from megatron_dcpo.types import ENVIRONMENTS
 
 STRICT = ConfigDict(extra="forbid")
 Positive = Annotated[int, Field(gt=0)]

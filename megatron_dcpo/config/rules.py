@@ -21,6 +21,7 @@ from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfi
 from megatron_dcpo.config.field_types import gives_scores
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import (
+    AgentsConfig,
     Config,
     JudgingConfig,
     RolloutConfig,
@@ -29,7 +30,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.runtime.brought import BROUGHT
 
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
@@ -557,9 +558,7 @@ def options_of_agents_need_an_agent(config: Config) -> Problem:
     return None if rollout.runs_agents else _options_without_agents(rollout, RolloutConfig())
 
 
-def _options_without_agents(
-    rollout: RolloutConfig | EngineConfig, defaults: RolloutConfig | EngineConfig
-) -> Problem:
+def _options_without_agents(rollout: AgentsConfig, defaults: AgentsConfig) -> Problem:
     for name in AGENT_OPTIONS:
         if getattr(rollout, name, None) != getattr(defaults, name, None):
             return f"rollout.{name} has no effect without rollout.agent or rollout.command"
@@ -1022,16 +1021,6 @@ def a_held_out_file_has_an_interval(config: Any) -> Problem:  # noqa: ANN401 - S
 
 
 @rule("evaluate")
-def states_are_of_a_model(config: EvaluateConfig) -> Problem:
-    if config.evaluation.keep == "states" and not config.model.path:
-        return (
-            "evaluation.keep=states (--keep states) reads a model in this process; name it as "
-            "model.path (--model)"
-        )
-    return None
-
-
-@rule("evaluate")
 def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
     if config.model.adapter_path and not config.model.path:
         return (
@@ -1068,9 +1057,8 @@ def of_agents_only_the_sampled_log_probs_are_kept(config: EvaluateConfig) -> Pro
     options = config.evaluation
     if not config.rollout.runs_agents:
         return None
-    for name in ("features", "keep"):
-        if getattr(options, name) not in (False, "nothing"):
-            return f"evaluation.{name} does not go with rollout.agent or rollout.command; remove it"
+    if options.features:
+        return "evaluation.features does not go with rollout.agent or rollout.command; remove it"
     if "token_entropy" in options.confidence:
         return (
             "evaluation.confidence=token_entropy does not go with rollout.agent or "

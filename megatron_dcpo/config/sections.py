@@ -30,8 +30,9 @@ from megatron_dcpo.config.field_types import (
 )
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
-from megatron_dcpo.sandbox.local import CodeLimits
-from megatron_dcpo.types import BROUGHT, CONFIDENCE_TAG, ENVIRONMENTS
+from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENTS
+from megatron_dcpo.sandbox.limits import CodeLimits
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -215,8 +216,8 @@ REQUEST_SECONDS = 6 * 3600.0
 
 
 @dataclass(frozen=True, config=STRICT)
-class RolloutConfig:
-    """How responses are sampled, and how the engine gets the weights."""
+class AgentsConfig:
+    """The agents that make responses, in a training and in ``dcpo evaluate``."""
 
     agent: str = ""
     """Function of yours that is an agent, my_agent.py:run: it gets a problem and an OpenAI client
@@ -235,6 +236,17 @@ class RolloutConfig:
     """Calls of a session; the next one is refused."""
     asks_confidence: bool = True
     """At the end of a session, ask the policy for the confidence that it has not stated."""
+
+    @property
+    def runs_agents(self) -> bool:
+        """Return whether agents make the responses."""
+        return bool(self.agent or self.command)
+
+
+@dataclass(frozen=True, config=STRICT)
+class RolloutConfig(AgentsConfig):
+    """How responses are sampled, and how the engine gets the weights."""
+
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of a step's sessions that may fail before the run ends."""
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
@@ -297,11 +309,6 @@ class RolloutConfig:
     """Generate the next batch while this one trains, with weights that are N updates older
     (0: one after the other); needs engine=server.
     """
-
-    @property
-    def runs_agents(self) -> bool:
-        """Return whether agents make the responses."""
-        return bool(self.agent or self.command)
 
     @property
     def ranks_of_an_engine(self) -> int:

@@ -17,7 +17,8 @@ from pydantic.dataclasses import dataclass
 from megatron_dcpo.config import checked, read
 from megatron_dcpo.config.field_types import STRICT, NonNegative, Positive, Thinking
 from megatron_dcpo.config.rules import check_configuration
-from megatron_dcpo.config.sections import LoopConfig, RunConfig
+from megatron_dcpo.config.sections import LoggingConfig, LoopConfig, RunConfig
+from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 
 DemonstrationColumn = Literal[
@@ -127,3 +128,16 @@ def validate_supervised(values: object, source: str = "config") -> SupervisedCon
     config = checked(values, SupervisedConfig, source)
     check_configuration(config, source)
     return config
+
+
+def supervised_without_effect(config: SupervisedConfig) -> list[str]:
+    """Return a line for each option that was set and changes nothing in a supervised training."""
+    found = options_without_effect(config)
+    training = config.training
+    if training.steps and training.epochs != SupervisedLoopConfig.epochs:
+        found.append(f"training.epochs={training.epochs} changes nothing with training.steps")
+    if config.logging.samples_interval not in (0, LoggingConfig.samples_interval):
+        found.append(
+            "logging.samples_interval changes nothing: supervised training samples nothing"
+        )
+    return found

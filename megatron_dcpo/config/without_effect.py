@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from megatron_dcpo.config.sections import (
     Config,
     DataConfig,
-    LoggingConfig,
     LoopConfig,
     RolloutConfig,
     RunConfig,
 )
-from megatron_dcpo.config.supervised import SupervisedConfig, SupervisedLoopConfig
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.runtime.brought import BROUGHT
 
 # what bounds a ratio, which is 1 in the first update on a rollout
 _OF_THE_RATIO = ("ratio", "clip", "clip_low", "clip_high", "dual_clip")
@@ -28,13 +26,13 @@ _READ_OF_VLLM = {"transformers": ("dtype",), "server": ("quantization",)}
 
 
 def options_without_effect(config: RunConfig) -> list[str]:
-    """Return a line for each option that was set and changes nothing in this run."""
+    """Return a line for each option that was set and changes nothing in this run; those of a
+    supervised training alone are in ``supervised.py``.
+    """
     found = [*_of_any_run(config), *_of_micro_batches(config)]
     if isinstance(config, Config):
         for lines in (_of_rollouts, _of_validation, _of_sources, _of_updates):
             found += lines(config)
-    if isinstance(config, SupervisedConfig):
-        found += _of_supervised_training(config)
     return found
 
 
@@ -67,14 +65,6 @@ def _of_micro_batches(config: RunConfig) -> Iterator[str]:
             f"training.max_tokens_per_micro_batch={most} changes nothing without "
             "parallel.sequence_packing, where training.micro_batch_size counts"
         )
-
-
-def _of_supervised_training(config: SupervisedConfig) -> Iterator[str]:
-    training = config.training
-    if training.steps and training.epochs != SupervisedLoopConfig.epochs:
-        yield f"training.epochs={training.epochs} changes nothing with training.steps"
-    if config.logging.samples_interval not in (0, LoggingConfig.samples_interval):
-        yield "logging.samples_interval changes nothing: supervised training samples nothing"
 
 
 def _of_rollouts(config: Config) -> Iterator[str]:

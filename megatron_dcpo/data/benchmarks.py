@@ -23,14 +23,12 @@ from megatron_dcpo.data.datasets import (
     task_name,
     untested_note,
 )
-from megatron_dcpo.data.environments import environment_name, is_environment
 from megatron_dcpo.data.files import SUFFIXES, Row, read_rows
-from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
+from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
-
-NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,8 @@ class Benchmark:
     ``owner/name[:config]@split``.
 
     ``count`` is the official number of problems. ``notes`` are warnings about a public copy, by
-    file name, or "" for every source. ``corrections`` map the id of a row to columns and are
-    applied on request only. ``parts`` are files that together make up the set; those that exist
-    are read. ``window`` holds the first day of the contests and the day after the last.
+    file name, or "" for every source. ``parts`` are files that together make up the set; those that
+    exist are read. ``window`` holds the first day of the contests and the day after the last.
     """
 
     name: str
@@ -50,7 +47,6 @@ class Benchmark:
     hub: str
     count: int
     notes: Mapping[str, str] = field(default_factory=dict)
-    corrections: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: NO_FIXES)
     parts: tuple[str, ...] = ()
     window: tuple[str, str] | None = None
 
@@ -71,34 +67,6 @@ class LoadedBenchmark:
         """Return whether the problems are Reasoning Gym's, which brings its scorers."""
         return is_gym(self.source)
 
-
-# Recomputed keys and restored statements of the public copy of AMC 2024, a text extraction; see
-# the ``notes`` of its entry.
-_AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
-    "2024-amc12b-14": {"answer": "2"},
-    "2024-amc12b-15": {"answer": r"\log_2 \frac{3}{\sqrt{7}}"},
-    "2024-amc12b-18": {"answer": "319"},
-    "2024-amc12b-25": {"answer": "243"},
-    "2024-amc12b-10": {
-        "question": "A list of $9$ real numbers consists of $1$, $2.2$, $3.2$, $5.2$, $6.2$, and "
-        r"$7$, as well as $x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the "
-        "mean and median are both positive integers. How many ordered triples $(x, y, z)$ are "
-        "possible?"
-    },
-    "2024-amc12b-11": {
-        "question": r"Let $x_n = \sin^2 (n^{\circ})$. What is the mean of $x_1, x_2, x_3, \cdots, "
-        r"x_{90}$?"
-    },
-    "2024-amc12b-20": {
-        "question": "Suppose $A, B$, and $C$ are points in the plane with $AB = 40$ and $AC = "
-        "42$, and let $x$ be "
-        r"the length of the line segment from $A$ to the midpoint of $\overline{BC}$. Define a "
-        r"function $f$ by letting "
-        r"$f(x)$ be the area of $\triangle ABC$. Then the domain of $f$ is an open interval $(p, "
-        r"q)$, and the maximum "
-        "value $r$ of $f(x)$ occurs at $x = s$. What is $p + q + r + s$?"
-    },
-}
 
 _FIND_ZERO = (
     "problem 32: the published test swaps two arguments and rejects every program; corrected"
@@ -151,11 +119,9 @@ _ENTRIES = (
         count=45,
         notes={
             "amc24/amc24.json": "wrong keys in 12B-14, 12B-15, 12B-18, 12B-25 and garbled "
-            "statements in 12B-10, 12B-11, 12B-20 (the corrections option repairs these seven); "
-            "12B-4 has a letter as its key; 12A lacks 14, 18, 20, 22 and 12B lacks 7, 19; the "
-            "DCPO paper uses 45 problems"
+            "statements in 12B-10, 12B-11, 12B-20; 12B-4 has a letter as its key; 12A lacks 14, "
+            "18, 20, 22 and 12B lacks 7, 19; the DCPO paper uses 45 problems"
         },
-        corrections=_AMC24_CORRECTIONS,
     ),
     Benchmark(
         name="gsm8k",
@@ -295,16 +261,14 @@ def find_benchmark(name: str) -> Benchmark:
 def load_benchmark(
     spec: str,
     data_dir: str | Path | None = None,
-    corrections: bool = False,
-    untested: bool = False,
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> LoadedBenchmark:
     """Return a registered benchmark by name, ``NAME=PATH``, a task of Reasoning Gym, or
     an environment.
 
-    ``corrections`` repairs documented defects of the data; ``untested`` and ``keep_columns`` as in
-    :func:`load_records`. ``columns`` are for the rows of a file at PATH that have all of them.
+    ``keep_columns`` as in :func:`load_records`. ``columns`` are for the rows of a file at PATH that
+    have all of them.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the
     last day left out.
@@ -319,17 +283,15 @@ def load_benchmark(
                 f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -"
             )
         path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
-        records = load_records(path, name, untested, keep_columns, columns, held_out=True)
+        records = load_records(path, name, keep_columns, columns, held_out=True)
         return LoadedBenchmark(name, path, tuple(records), ())
     entry = find_benchmark(name)
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
     sources = _find_sources(entry, data_dir)
-    rows = _rows_of(entry, sources, corrections)
+    rows = _rows_of(entry, sources)
     try:
-        records, left_out, _ = split_usable_rows(
-            rows, entry.name, True, sources[0], untested, keep_columns
-        )
+        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], keep_columns)
     except UserError as error:
         if sources != [entry.hub]:
             raise
@@ -341,23 +303,19 @@ def load_benchmark(
             f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}"
         )
     source = ", ".join(sources)
-    differences = _differences(entry, source, len(records) + len(left_out), corrections)
+    differences = _differences(entry, source, len(records) + len(left_out))
     notes = (f"{entry.name}: {untested_note(left_out)}",) if left_out else ()
     return LoadedBenchmark(entry.name, source, tuple(records), (*differences, *notes))
 
 
-def _rows_of(
-    entry: Benchmark, sources: Sequence[str], corrections: bool
-) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of the window with their numbers, each question once, corrected on request."""
+def _rows_of(entry: Benchmark, sources: Sequence[str]) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of the window with their numbers, each question once."""
     seen = set()
     for index, row in enumerate(_rows_in_window(entry, sources)):
         if row.get("question_id") is not None and entry.window:
             if row["question_id"] in seen:
                 continue
             seen.add(row["question_id"])
-        if corrections:
-            row = {**row, **entry.corrections.get(str(row.get("id")), {})}
         yield index, row
 
 
@@ -407,9 +365,9 @@ def parse_specs(text: str) -> list[str]:
 def name_of(spec: str) -> str:
     """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
     if is_gym(spec):
-        return parse_gym(spec).name
+        return name_of_brought(spec)
     if is_environment(spec):
-        return environment_name(spec)
+        return name_of_brought(spec)
     if "=" in spec:
         return spec.partition("=")[0].strip()
     return find_benchmark(spec.partition(":")[0]).name
@@ -442,7 +400,7 @@ def _data_root(data_dir: str | Path | None) -> Path:
     return Path(data_dir or os.environ.get("DCPO_DATA") or "data").expanduser()
 
 
-def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> tuple[str, ...]:
+def _differences(entry: Benchmark, source: str, count: int) -> tuple[str, ...]:
     warnings = []
     if entry.window:
         warnings.append(
@@ -453,6 +411,5 @@ def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> 
         warnings.append(f"{entry.name}: {count} problems instead of {entry.count} ({source})")
     for file, note in entry.notes.items():
         if source.endswith(file):
-            state = "; corrections applied" if corrected and entry.corrections else ""
-            warnings.append(f"{entry.name}: {note}{state}")
+            warnings.append(f"{entry.name}: {note}")
     return tuple(warnings)

@@ -63,12 +63,12 @@ def tests_key(packed: bytes) -> str:
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
 
-def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodeProblem | None:
+def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
     """Return the problem in a row of any known format, None for a row that is not a programming
     problem.
 
     Raises :class:`UserError` for a row that looks like a known format and cannot be read as one,
-    and :class:`Untested` for tests that any program passes, unless ``untested`` is set.
+    and :class:`Untested` for tests that any program passes.
     """
     for applies, read in _FORMATS:
         if applies(row):
@@ -86,7 +86,7 @@ def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodePr
                     f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})"
                 ) from None
             checked_tests(problem.tests, where)
-            if not untested and not _can_fail(problem.tests):
+            if not _can_fail(problem.tests):
                 raise Untested(str(row.get("task_id") or where))
             return problem
     return None

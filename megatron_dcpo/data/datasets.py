@@ -54,10 +54,16 @@ from megatron_dcpo.data.code_problems import (
     pack_tests,
     tests_key,
 )
-from megatron_dcpo.data.environments import environment_name, environment_rows, is_environment
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
-from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, shows
+from megatron_dcpo.data.labels import (
+    ANSWER_COLUMNS,
+    KIND_COLUMNS,
+    PROBLEM_COLUMNS,
+    kind_of_row,
+    labels_of,
+    with_epoch,
+)
 from megatron_dcpo.data.options import KEY_COLUMNS
 from megatron_dcpo.data.passages import (
     PASSAGE_COLUMNS,
@@ -68,6 +74,8 @@ from megatron_dcpo.data.passages import (
 )
 from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
+from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 if TYPE_CHECKING:
@@ -75,13 +83,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
-KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 _ABSENT = object()
-ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
-LONGEST_LABEL = 100  # characters
-_NO_LABELS = frozenset({*PROBLEM_COLUMNS, *ANSWER_COLUMNS})
 _READ_ELSEWHERE = (
     *("Question", "Problem", "question_stem", "Correct Answer", "supporting_facts", "Answer"),
     *(f"Incorrect Answer {number}" for number in (1, 2, 3)),
@@ -128,10 +131,11 @@ KEYS_OF_PROGRAMS = replace(
     harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
     refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
 )
+_GYM_ROWS = "megatron_dcpo.data.gym:gym_rows"
+_ENVIRONMENT_ROWS = "megatron_dcpo.data.environments:environment_rows"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
 _PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
-_EPOCH = re.compile(r"@\d+\Z")  # what with_epoch appends
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -199,7 +203,6 @@ def load_prompts(
     options: PromptOptions | None = None,
     *,
     task: str | None = None,
-    untested: bool = False,
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Prompt]:
@@ -208,9 +211,9 @@ def load_prompts(
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
     ``owner/name[:config][@split]``, a task of Reasoning Gym, or an environment. ``task``,
-    ``untested``, ``keep_columns`` and ``columns`` as in :func:`load_records`.
+    ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
-    records = load_records(path_or_name, task, untested, keep_columns, columns)
+    records = load_records(path_or_name, task, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
 
 
@@ -318,18 +321,6 @@ def draw_prompts(
     return chosen
 
 
-def with_epoch(prompt_id: str, epoch: int) -> str:
-    """Return the id of a problem as a training draws it in an epoch."""
-    return f"{prompt_id}@{epoch}"
-
-
-def without_epoch(drawn_id: str) -> str:
-    """Return the id of a problem from the one that :func:`with_epoch` made of it; any other id as
-    it is.
-    """
-    return _EPOCH.sub("", drawn_id)
-
-
 def in_epochs(
     n: int, first: int, count: int, *, seed: int, shuffle: bool, ranks: np.ndarray | None = None
 ) -> Iterator[tuple[int, int]]:
@@ -370,15 +361,13 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
 def load_records(
     path_or_name: str | Path,
     task: str | None = None,
-    untested: bool = False,
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
     held_out: bool = False,
 ) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
-    or the file's name. ``untested`` keeps programming problems whose tests assert nothing,
-    ``keep_columns`` the :func:`columns` of each row for a user's verifier, which may do without an
-    answer.
+    or the file's name. ``keep_columns`` keeps the :func:`columns` of each row for a user's
+    verifier, which may do without an answer.
 
     ``columns`` are the names under which a file has problem, answer and so on; a row without one of
     them is refused, or read as it is if the problems are ``held_out`` for an evaluation. An
@@ -390,7 +379,7 @@ def load_records(
     keep_columns = keep_columns or gym
     rows: Iterable[tuple[int, Row]]
     if gym:
-        rows = enumerate(gym_rows(str(path_or_name)))
+        rows = enumerate(load_part(_GYM_ROWS)(str(path_or_name)))
     else:
         found = enumerate(read_rows(path_or_name))
         rows = _renamed(
@@ -403,7 +392,6 @@ def load_records(
         name,
         forced=task is not None,
         source=str(path_or_name),
-        untested=untested,
         keep_columns=keep_columns,
         passage="" if gym else passage,
     )
@@ -420,7 +408,7 @@ def _environment_records(path: str, task: str | None, held_out: bool) -> list[Re
     """Return the problems of an environment, which ask for their answers in their own way."""
     name = task or task_name(path)
     records = []
-    for index, row in enumerate(environment_rows(path, held_out)):
+    for index, row in enumerate(load_part(_ENVIRONMENT_ROWS)(path, held_out)):
         messages = _as_messages(row["problem"], f"{path}: problem {index + 1}")
         record = Record(
             task=name,
@@ -499,7 +487,6 @@ def split_usable_rows(
     task: str,
     forced: bool,
     source: str,
-    untested: bool,
     keep_columns: bool = False,
     passage: str | None = None,
 ) -> tuple[list[Record], list[str], Counter[str]]:
@@ -520,7 +507,7 @@ def split_usable_rows(
             continue
         row = with_chat(original, chats, index + 1)
         try:
-            record = to_record(row, index, task, forced, source, untested, keep_columns)
+            record = to_record(row, index, task, forced, source, keep_columns)
         except OtherLanguage:
             dropped["with tests for other languages than Python"] += 1
         except Untested as name:
@@ -616,10 +603,7 @@ def _about(record: Record, passage: str, behind: bool) -> Record:
 
 def untested_note(names: Sequence[str]) -> str:
     """Return what to say about programming problems whose tests assert nothing."""
-    return (
-        f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested "
-        "option keeps them)"
-    )
+    return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)}"
 
 
 def to_record(
@@ -628,18 +612,17 @@ def to_record(
     task: str,
     forced: bool = True,
     source: str = "row",
-    untested: bool = False,
     keep_columns: bool = False,
 ) -> Record | None:
     """Return one row as a problem with its answer; ``None`` when the answer is null or empty,
     unless its columns are kept.
 
     Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be
-    Python's, and, unless ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
+    Python's, and ``Untested`` for tests that assert nothing.
     """
     name = task if forced else str(row.get("data_source") or task)
     where = f"{source}: row {index + 1}"
-    code = code_problem(row, where, untested)
+    code = code_problem(row, where)
     if code is not None:
         packed = pack_tests(code.tests)
         messages, key = _as_messages(code.statement, where), tests_key(packed)
@@ -752,31 +735,6 @@ def columns(row: Row, name: str, messages: Messages, answer: object) -> Row:
     }
 
 
-def kind_of_row(row: Row) -> str | None:
-    """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or
-    whole number.
-    """
-    value = next((row[name] for name in KIND_COLUMNS if name in row), None)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value)[:LONGEST_LABEL]
-
-
-def labels_of(row: Row) -> dict[str, str] | None:
-    """Return the columns of a row that may name a kind of problem: texts of one line and at most
-    ``LONGEST_LABEL`` characters, and whole numbers; not the problem and its answer. None if it has
-    no such column.
-    """
-    labels = {}
-    for name, value in row.items():
-        if name in _NO_LABELS or isinstance(value, bool) or not isinstance(value, str | int):
-            continue
-        text = str(value)
-        if len(text) <= LONGEST_LABEL and "\n" not in text:
-            labels[str(name)] = text
-    return labels or None
-
-
 def final_answer(raw: object, integer: bool = False) -> str:
     r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, the
     last box of a worked solution, whole floats as integers.
@@ -836,10 +794,8 @@ def task_name(path_or_name: str | Path) -> str:
     aime24; ``.../mine/train-*.parquet`` -> mine; ``owner/name@test`` -> name;
     ``reasoning_gym:chain_sum`` -> chain_sum; ``verifiers:owner/my-env`` -> my-env.
     """
-    if is_gym(path_or_name):
-        return parse_gym(str(path_or_name)).name
-    if is_environment(path_or_name):
-        return environment_name(str(path_or_name))
+    if is_gym(path_or_name) or is_environment(path_or_name):
+        return name_of_brought(str(path_or_name))
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,10 +72,10 @@ class Demonstration:
         """Return the number of tokens of prompt and response."""
         return len(self.prompt.token_ids) + len(self.response_ids)
 
-    def samples(self) -> list[TrainingSample]:
+    def sample(self) -> TrainingSample:
         """Return it as the sample of a training, whose response nobody sampled and judged."""
         length = len(self.response_ids)
-        sample = TrainingSample(
+        return TrainingSample(
             prompt=self.prompt,
             response=Response(
                 prompt_id=self.prompt.prompt_id,
@@ -97,12 +97,10 @@ class Demonstration:
             block_ids=np.full(length, BLOCK_REASONING, np.int8),
             weights=self.weights,
         )
-        return [sample]
 
-    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
-        """Return the weighted sum of -log p over its tokens."""
-        (row,) = logprobs
-        return -float(self.weights @ row.astype(np.float64))
+    def loss(self, logprobs: np.ndarray) -> float:
+        """Return the weighted sum of -log p over its tokens, given their log-probs [T]."""
+        return -float(self.weights @ logprobs.astype(np.float64))
 
     def digest(self) -> bytes:
         """Return a digest of its tokens and weights."""

@@ -18,18 +18,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_dcpo.data.gym import query_of
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.types import ENVIRONMENTS, HASH_SEED, OWN_ROLLOUT
+from megatron_dcpo.runtime.brought import ENVIRONMENT_COLUMN, HASH_SEED
 
 GUEST = Path(__file__).resolve().with_name("environment_guest")
-# column of a row: the path of its environment, and the input of its scores
-COLUMN = "environment"
 _NUMBER = r"(-?[0-9]+(?:\.[0-9]+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _START = "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
@@ -82,17 +80,6 @@ class EnvironmentSpec:
         if self.python != sys.executable:
             return ""
         return os.environ.get("PYTHONPATH", "")
-
-
-def is_environment(path: object) -> bool:
-    """Return whether ``path`` names an environment."""
-    return str(path).startswith(ENVIRONMENTS)
-
-
-def environment_name(path: str) -> str:
-    """Return the name of an environment without its owner, release and options."""
-    name = path.partition(":")[2].partition("?")[0]
-    return name.rpartition("/")[2].partition("@")[0]
 
 
 def parse_environment(path: str) -> EnvironmentSpec:
@@ -191,41 +178,16 @@ def environment_rows(path: str, held_out: bool = False) -> list[dict[str, Any]]:
         row: dict[str, Any] = dict(found["numbers"])
         row["problem"] = found["messages"]
         row["answer"] = str(found["answer"])
-        row[COLUMN] = {"path": path, "input": found["input"]}
+        row[ENVIRONMENT_COLUMN] = {"path": path, "input": found["input"]}
         if found["more_than_one_turn"]:
-            row[COLUMN]["more_than_one_turn"] = found["more_than_one_turn"]
+            row[ENVIRONMENT_COLUMN]["more_than_one_turn"] = found["more_than_one_turn"]
         rows.append(row)
     return rows
 
 
 def environment_of(row: Mapping[str, Any] | None) -> str:
     """Return the path of the environment that a row's problem is of, "" if it is of none."""
-    return str(((row or {}).get(COLUMN) or {}).get("path", ""))
-
-
-def check_rollouts(
-    rows: Iterable[Mapping[str, Any] | None], agent: str, template: str, source: str
-) -> None:
-    """Raise :class:`UserError` if the problems of ``rows`` are of an environment whose rewards need
-    more than one answer, and ``rollout.agent`` does not say that it makes its own rollouts; or if
-    it does, and a ``template`` would add to prompts that are the environment's.
-    """
-    for row in rows:
-        found = (row or {}).get(COLUMN)
-        if not found:
-            continue
-        more = found.get("more_than_one_turn", "")
-        if more and agent != OWN_ROLLOUT:
-            raise UserError(
-                f"{source}: {more}; set rollout.agent={OWN_ROLLOUT} (--agent {OWN_ROLLOUT}), with "
-                "which an environment makes its own rollouts (docs/environments.md)"
-            )
-        if agent == OWN_ROLLOUT and template != "chat":
-            raise UserError(
-                f"{source}: rollout.agent={OWN_ROLLOUT} asks what the environment asks, by the "
-                f"chat template of the policy; data.template={template} would change nothing: set "
-                "it to chat, also as the template of this source alone"
-            )
+    return str(((row or {}).get(ENVIRONMENT_COLUMN) or {}).get("path", ""))
 
 
 def environment_digest(path: str) -> str:

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
 from megatron_dcpo.errors import UserError, did_you_mean, one_line, pip_install
+from megatron_dcpo.runtime.brought import HASH_SEED, REASONING_GYM
 from megatron_dcpo.runtime.text import parse_json
-from megatron_dcpo.types import HASH_SEED, REASONING_GYM
 
 if TYPE_CHECKING:
     from reasoning_gym.factory import ProceduralDataset
 
-VERIFIER = "megatron_dcpo.judging.gym:score"  # the function that scores the answers
 # The seed of benchmarks. Training counts up from its seed, by default 0, and does not get this far.
 HELD_OUT_SEED = 10**9
 _SCALARS = str | int | float | bool
@@ -42,11 +41,6 @@ class GymTask:
     options: Mapping[str, Any] = field(default_factory=dict)
     size: int = 500
     seed: int = 0
-
-
-def is_gym(path: object) -> bool:
-    """Return whether ``path`` names a task of Reasoning Gym."""
-    return str(path).startswith(REASONING_GYM)
 
 
 def gym_path(path: str, options: Mapping[str, Any], size: int | None, seed: int | None) -> str:

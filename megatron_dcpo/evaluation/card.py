@@ -1,6 +1,5 @@
-"""The model card of a run: ``README.md`` of what ``dcpo train`` and ``dcpo sft`` leave and ``dcpo
-push`` uploads. Every number is from the records of the run: ``config.yaml``, ``run.json``,
-``metrics.jsonl``, and the evaluation in ``RUN/eval``.
+"""The model card of a run: ``README.md`` of what ``dcpo train`` and ``dcpo sft`` leave. Every
+number is from the records of the run: ``config.yaml``, ``run.json`` and ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -8,89 +7,46 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from omegaconf import OmegaConf
+from huggingface_hub import ModelCard, ModelCardData
 
-from megatron_dcpo.data.benchmarks import BENCHMARKS
 from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.headline import METRICS, format_value
-from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, name_in_files, read_run
-from megatron_dcpo.evaluation.scoring import LOOKUP, headline, scored_kinds
+from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, read_run
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import read_launches
 
 CARD = "README.md"
-DIAGRAM = "reliability.png"
-EVALUATION = "eval"  # the directory of a run in which its evaluation is looked for
-MARKER = "<!-- dcpo writes this card; remove this line to keep a card of your own -->"
+_TEMPLATE = Path(__file__).with_name("card.md.j2")
 _SHOWN = ("accuracy", "ece", "brier", "auroc", "auroc_within", "violation_rate", "n")
 _TOY_BYTES = 10_000_000  # of weights
 _LICENSE = ("license", "license_name", "license_link")
 
 
-@dataclass(frozen=True)
-class ModelCard:
-    """The text of a card, and the file of its reliability diagram, None without one."""
-
-    text: str
-    diagram: Path | None
-
-
-@dataclass(frozen=True)
-class _Results:
-    """The rows of a card's table of results, what they were measured on, the diagram, the command
-    that measured them.
-    """
-
-    measured_on: str = ""
-    rows: Sequence[Sequence[str]] = ()
-    diagram: Path | None = None
-    command: str = ""
-    unknown: Sequence[str] = field(default_factory=list)
-
-
 def write_card(run_dir: Path, directory: Path) -> None:
-    """Write the card of a run that has just ended into the directory of its policy or its adapter.
-    An evaluation in the run's directory is of an earlier policy.
+    """Write the card of a run that has just ended into the directory of its policy or its
+    adapter.
     """
-    card = model_card(run_dir, directory, with_evaluation=False)
-    write_atomically(directory / CARD, card.text)
-
-
-def model_card(run_dir: Path, directory: Path, with_evaluation: bool = True) -> ModelCard:
-    """Return the card of the policy or the adapter in ``directory``, by the records of the run."""
     run = read_run(run_dir)
-    results = _evaluated(run_dir, directory) if with_evaluation else None
-    if results is None:
-        results = _validated(run)
     launches = read_launches(run_dir)
-    environment = Environment(
-        loader=PackageLoader("megatron_dcpo.evaluation", ""),
-        autoescape=False,  # Markdown; what is foreign in it goes through _cell
-        trim_blocks=True,
-        undefined=StrictUndefined,
-    )
     is_adapter = (directory / "adapter_config.json").is_file()
-    text = environment.get_template("card.md.j2").render(
-        metadata=OmegaConf.to_yaml(OmegaConf.create(metadata_of(run_dir, is_adapter))),
+    validated = [row for row in run.metrics if _benchmarks_of(row)]
+    card = ModelCard.from_template(
+        ModelCardData(**metadata_of(run_dir, is_adapter)),
+        template_path=str(_TEMPLATE),
         title=_cell(run_dir.resolve().name),
         kind="A low-rank adapter (LoRA)" if is_adapter else "A language model",
         facts=[(name, _cell(value)) for name, value in _facts(run, launches)],
         trained_by=_command(launches[0]) if launches else "",
-        measured_on=results.measured_on,
         columns=["", *(METRICS[key].label for key in _SHOWN)],
-        results=results.rows,
-        diagram=DIAGRAM if results.diagram else "",
-        evaluated_by=results.command,
-        unknown=[*results.unknown, *_unknown(run_dir, directory)],
-        marker=MARKER,
+        step=validated[-1].get("step") if validated else None,
+        results=_results(validated[-1]) if validated else [],
+        unknown=_unknown(run_dir, directory),
     )
-    return ModelCard(text=text, diagram=results.diagram)
+    write_atomically(directory / CARD, str(card))
 
 
 def metadata_of(run_dir: Path, is_adapter: bool) -> dict[str, Any]:
@@ -104,7 +60,7 @@ def metadata_of(run_dir: Path, is_adapter: bool) -> dict[str, Any]:
     if datasets:
         metadata["datasets"] = datasets
     metadata |= {key: str(model[key]) for key in _LICENSE if model.get(key)}
-    metadata["tags"] = list(dict.fromkeys(["dcpo", _method(run_dir, options)]))
+    metadata["tags"] = ["dcpo", _method(run_dir, options)]
     return metadata
 
 
@@ -200,76 +156,19 @@ def _basename(path: str) -> str:
 # ------------------------------------------------------------------------------------- the results
 
 
-def _evaluated(run_dir: Path, directory: Path) -> _Results | None:
-    """Return the results in ``RUN/eval``; None if there are none, or if they are of another
-    model.
-    """
-    folder = run_dir / EVALUATION
-    if not (folder / "evaluation.json").is_file():
-        return None
-    evaluation = read_run(folder).evaluation
-    if not evaluation or not _is_of(evaluation, run_dir, directory):
-        return None
-    benchmarks = list(evaluation["benchmarks"])
+def _results(row: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of results: a benchmark each of a validation."""
     rows = []
-    for name in benchmarks:
-        scores = evaluation["benchmarks"][name]
-        for kind in (*scored_kinds(scores), LOOKUP):
-            if kind in scores:
-                rows.append(_row(f"{name}, {kind}", headline(evaluation, kind, name)))
-    sampled = run_description.sampling_text(evaluation.get("sampled") or {}, evaluation)
-    sampled = sampled and f"; {_cell(sampled)}"
-    first = scored_kinds(evaluation["overall"])[:1] or [""]
-    name = benchmarks[0] if len(benchmarks) == 1 else "overall"
-    diagram = folder / "diagrams" / f"reliability_{name_in_files(name)}_{first[0]}.png"
-    named = [_cell(one) if one in BENCHMARKS else f"{_cell(one)}=FILE" for one in benchmarks]
-    command = f"dcpo evaluate --model . --benchmarks {','.join(named)} --out eval"
-    return _Results(
-        measured_on=f"By `dcpo evaluate`, a row for each confidence{sampled}.",
-        rows=rows,
-        diagram=diagram if diagram.is_file() else None,
-        command=command,
-    )
-
-
-def _is_of(evaluation: Mapping[str, Any], run_dir: Path, directory: Path) -> bool:
-    """Return whether an evaluation is that of the model in ``directory`` as it is now: by the path
-    that it names, and because it is not older than the weights.
-    """
-    model = Path(str(evaluation.get("model", "")))
-    named = (run_dir.resolve().name, directory.name)
-    if model.parts[-2:] != named and model.resolve() != directory.resolve():
-        return False
-    written = (run_dir / EVALUATION / "evaluation.json").stat().st_mtime
-    weights = [path.stat().st_mtime for path in directory.glob("*.safetensors")]
-    return all(time <= written for time in weights)
-
-
-def _validated(run: EvaluatedRun) -> _Results:
-    """Return the results of the run's last validation; none if nothing was validated."""
-    validated = [row for row in run.metrics if _benchmarks_of(row)]
-    if not validated:
-        return _Results(unknown=["It was never evaluated: what it gets right is not known."])
-    last = validated[-1]
-    rows = []
-    for name in _benchmarks_of(last):
-        values = {key: last.get(f"evaluation/{name}/{key}") for key in _SHOWN}
-        rows.append(_row(f"{name}, verbal", values))
-    return _Results(
-        measured_on=f"By the validation after step {last.get('step')} of the training.",
-        rows=rows,
-        unknown=["It was validated while it was trained, and never evaluated afterwards."],
-    )
+    for name in _benchmarks_of(row):
+        values = [format_value(key, row.get(f"evaluation/{name}/{key}")) for key in _SHOWN]
+        rows.append([_cell(f"{name}, verbal"), *values])
+    return rows
 
 
 def _benchmarks_of(row: Mapping[str, Any]) -> list[str]:
     """Return the names of the benchmarks that a row of ``metrics.jsonl`` has the accuracy of."""
     keys = [key.split("/") for key in row if key.startswith("evaluation/")]
     return [parts[1] for parts in keys if len(parts) == 3 and parts[2] == "accuracy"]
-
-
-def _row(name: str, values: Mapping[str, Any]) -> list[str]:
-    return [_cell(name), *(format_value(key, values.get(key)) for key in _SHOWN)]
 
 
 def _unknown(run_dir: Path, directory: Path) -> list[str]:

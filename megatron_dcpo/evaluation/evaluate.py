@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.measuring import measured_sample
@@ -26,7 +27,7 @@ from megatron_dcpo.evaluation.samples import (
     with_prompt,
 )
 from megatron_dcpo.judging.judge import Judge, judge_many, judging_threads, with_text
-from megatron_dcpo.judging.math.pool import equivalent_many
+from megatron_dcpo.judging.math.pool import equivalent_math, verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
 
@@ -53,9 +54,7 @@ class Request:
 Respond = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]
 
 
-def equivalent_math(a: str, b: str) -> bool:
-    """Return whether two boxed answers are the same number, set, expression and so on."""
-    return equivalent_many([(a, b)])[0]
+JUDGE_OF_MATHEMATICS: Judge = partial(judge_many, verifier=verify_answers)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class AnswerJudge:
     verifier ("" if it is not known), by which samples are known that were judged by another one.
     """
 
-    judge: Judge = judge_many
+    judge: Judge = JUDGE_OF_MATHEMATICS
     equivalent: Equivalent = equivalent_math
     digest: str = ""
 

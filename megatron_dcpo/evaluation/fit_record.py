@@ -17,7 +17,6 @@ from megatron_dcpo.calibration.metrics import bin_rows
 from megatron_dcpo.data.prompts import ASKS, find_template
 from megatron_dcpo.evaluation.model_files import digest_of_files
 from megatron_dcpo.evaluation.predictor_file import Header
-from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample, settings_next_to
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -204,7 +203,7 @@ def fitted_on_of(paths: Iterable[str], samples: Sequence[Sample]) -> FittedOn | 
 def _fitted_on_settings(
     settings: Sequence[Mapping[str, Any]], samples: Sequence[Sample]
 ) -> FittedOn:
-    forms = _distinct(["code" if is_code(s) else s.prompt.form for s in samples])
+    forms = _distinct(["code" if s.is_code else s.prompt.form for s in samples])
     markers = _distinct([str(one.get("marker", CONFIDENCE_TAG)) for one in settings])
     templates = []
     for one in settings:

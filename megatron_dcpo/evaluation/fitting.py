@@ -20,7 +20,6 @@ from megatron_dcpo.evaluation.scoring import (
     parse_kinds,
     scores_of_arms,
 )
-from megatron_dcpo.evaluation.states import with_states
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +58,7 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
     """
     if options.source and options.source.partition(":")[0] not in _INPUTS:
         parse_kinds(options.source)
-    samples = []
-    for path in files:
-        read = read_any(path)
-        samples += with_states(read, path) if posthoc.reads_states(options.source or "") else read
+    samples = [sample for path in files for sample in read_any(path)]
     kinds = checked_kinds(samples, options.kinds_by)
     predictor, held_out = posthoc.fit(
         options.method,

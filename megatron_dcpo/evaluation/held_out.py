@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.config import Config, SourceConfig
-from megatron_dcpo.data import render_prompts
-from megatron_dcpo.data.datasets import PromptOptions
-from megatron_dcpo.data.environments import check_rollouts
-from megatron_dcpo.evaluation.best_step import check_keep_best
+from megatron_dcpo.config import Config, SourceConfig, ValidationConfig
+from megatron_dcpo.data.benchmarks import name_of, parse_specs
+from megatron_dcpo.data.datasets import PromptOptions, render_prompts
+from megatron_dcpo.data.problem_kinds import check_kinds
+from megatron_dcpo.errors import UserError, did_you_mean
+from megatron_dcpo.evaluation.best_step import parts
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
-from megatron_dcpo.evaluation.kinds import check_kinds
-from megatron_dcpo.evaluation.problems import BenchmarkOptions, Problems, load_problems
+from megatron_dcpo.evaluation.headline import METRICS
+from megatron_dcpo.evaluation.problems import Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import headline, score_samples
 from megatron_dcpo.judging.judge import with_text
+from megatron_dcpo.judging.sources import check_rollouts
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
 
@@ -99,6 +101,32 @@ class HeldOut:
         return values
 
 
+def benchmark_names(options: ValidationConfig) -> list[str]:
+    """Return the names of a run's benchmarks as its metrics spell them."""
+    return [name_of(spec) for spec in parse_specs(options.benchmark_list)]
+
+
+def check_keep_best(config: Config) -> None:
+    """Raise :class:`UserError` for a benchmark or a metric that does not exist. Reads no data."""
+    names = benchmark_names(config.evaluation)
+    word = config.training.keep_best
+    if not word:
+        return
+    benchmark, metric = parts(word)
+    known = [name for name, shown in METRICS.items() if shown.better is not None]
+    if metric not in known:
+        hint = did_you_mean(metric, known)
+        raise UserError(
+            f"training.keep_best={word}: no benchmark gives a metric {metric!r} with a "
+            f"direction{hint}"
+        )
+    if benchmark and benchmark not in names:
+        raise UserError(
+            f"training.keep_best={word}: evaluation.benchmarks has no {benchmark!r}; write "
+            f"{names[0]}/{metric}, or {metric} for the mean of {', '.join(names)}"
+        )
+
+
 def load_held_out(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -120,7 +148,7 @@ def load_held_out(
         options.benchmark_list,
         config.judging,
         sources=sources,
-        options=BenchmarkOptions(columns=config.data.columns),
+        columns=config.data.columns,
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:

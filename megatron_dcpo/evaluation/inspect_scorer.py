@@ -30,10 +30,10 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from megatron_dcpo import calibration
-from megatron_dcpo.data.datasets import kind_of_row
-from megatron_dcpo.evaluation.evaluate import equivalent_math
+from megatron_dcpo.data.labels import kind_of_row
 from megatron_dcpo.judging.answers import extract_boxed
 from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 Measure = Callable[[Sequence[float | None], Sequence[float]], float]

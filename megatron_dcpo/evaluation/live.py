@@ -20,9 +20,10 @@ from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.report import OTHER_FORM, choose_samples, pages
-from megatron_dcpo.evaluation.run_description import seconds_left, total_steps
+from megatron_dcpo.evaluation.run_description import total_steps
 from megatron_dcpo.evaluation.runs import read_run
 from megatron_dcpo.runtime.local_names import is_local_host, is_same_origin
+from megatron_dcpo.runtime.run_records import seconds_left
 from megatron_dcpo.runtime.text import printable
 
 ADDRESS = "127.0.0.1"

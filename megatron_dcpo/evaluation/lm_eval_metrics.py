@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dcpo import calibration
-from megatron_dcpo.data.datasets import kind_of_row
-from megatron_dcpo.evaluation.evaluate import equivalent_math
+from megatron_dcpo.data.labels import kind_of_row
 from megatron_dcpo.judging.answers import extract_boxed
 from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 # a confidence, None if none is stated, and whether the answer is right

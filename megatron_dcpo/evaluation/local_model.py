@@ -9,25 +9,24 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_dcpo import rollout
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.before_number import RenderedAs
 from megatron_dcpo.evaluation.evaluate import Stream, respond_at_once
 from megatron_dcpo.evaluation.problems import Problems
 from megatron_dcpo.evaluation.responders import Responder, as_token_ids, model_name, sampling_of
-from megatron_dcpo.evaluation.samples import Sample, date_of
-from megatron_dcpo.evaluation.states import keep_states
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.engine import Engine, check_sampled_model, choose_engine
+from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.local_engine import (
+    build_local_engine,
+    check_sampled_model,
+    choose_engine,
+)
 from megatron_dcpo.rollout.sampling import Samples
-from megatron_dcpo.rollout.tokens import check_vocabulary
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
+from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Response
 from megatron_dcpo.weights import adapter_shape
@@ -44,15 +43,10 @@ def sample_model(
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     vocab_size = check_sampled_model(path)
-    if config.evaluation.keep == "states" and choose_engine(config.rollout.engine, path) == "vllm":
-        raise UserError(
-            "evaluation.keep=states (--keep states) reads the model that the embedded engine "
-            "holds, which vLLM's is not; add --engine transformers"
-        )
     adapter = config.model.adapter_path
     if adapter:
         adapter_shape.read_shape(Path(adapter), read_architecture(path))
-    tokenizer = rollout.load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     tokens = token_bytes(tokenizer)
     check_thinking(config.data.thinking, tokens.thinking, path)
     check_vocabulary(path, tokens, vocab_size)
@@ -61,7 +55,7 @@ def sample_model(
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     on_gpu = capabilities().separate_memory
     many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
-    options = VllmOptions(
+    options = EngineOptions(
         dtype=_DTYPES[element_type(config)],
         gpu_memory_utilization=0.9 if many else 0.6,
         max_model_len=longest + config.max_tokens,
@@ -70,7 +64,7 @@ def sample_model(
         raw_logprobs=True,
         seed=config.evaluation.seed,
     )
-    engine = rollout.build_local_engine(config.rollout.engine, path, options)
+    engine = build_local_engine(config.rollout.engine, path, options)
     _add_adapter(engine, config)
     stream: Stream = partial(engine.stream, sampling=sampling_of(config))
     if config.rollout.runs_agents:
@@ -112,20 +106,6 @@ def _agents(
 def _refused(response: Response) -> Response:
     """Return what stands for a session that failed in an evaluation."""
     return replace(response, refusal=response.failure, text="", failure=None)
-
-
-def with_states_of_model(config: EvaluateConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with the state of the model that answered (``states.keep_states``)."""
-    path = config.model.path
-    engine = TransformersEngine.from_pretrained(path, dtype=element_type(config))
-    _add_adapter(engine, config)
-    rendered_as = RenderedAs(
-        marker=config.judging.marker,
-        template=config.data.template,
-        thinking=config.data.thinking,
-        date=date_of(config.run_dir),
-    )
-    return keep_states(samples, engine.model, path, rendered_as)
 
 
 def element_type(config: EvaluateConfig) -> str:

@@ -16,8 +16,7 @@ task to ``reasoning``: an intercept and a slope over log(1 - s) for each, as dev
 of all tasks, which the penalty keeps small. **With the task it is the row to beat**: training a
 policy to state its confidence pays only if the stated confidence knows more than that
 (docs/lab/README.md). A response of a task that was not fitted gets the intercept and the slope of
-all tasks. ``states`` is a linear probe on the model's state before the number (``probe.py``), and
-``stack`` reads what ``task`` reads and the probe's logit, fitted on other problems than the probe.
+all tasks.
 
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.
@@ -49,16 +48,15 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
+from megatron_dcpo.data.problem_kinds import columns_of, kind_of
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
-from megatron_dcpo.evaluation.kinds import columns_of, kind_of
 from megatron_dcpo.evaluation.predictor_file import (
     VERSION,
     PredictorInputs,
     check_arrays,
     read_file,
 )
-from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.files import write_atomically
@@ -68,13 +66,11 @@ TOP_LOGPROBS = 20
 # lower ones are clipped to it: some engines return -9999
 LOWEST_LOGPROB = -30.0
 WIDTH = 2048
-TEACHER_FOLDS = 5
 STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
 
 # what a logistic regression may read
-FEATURES = ("response", "reasoning", "task", "states", "stack")
-# those of the reasoning, in front of the state in a stack
+FEATURES = ("response", "reasoning", "task")
 _REASONING_INPUTS = 4
 TASK_COLUMN = "kind"
 MOST_TASKS = 200  # a column with more values is nearly a name of the problem
@@ -107,8 +103,6 @@ class Posthoc:
             if not len(known):
                 return predictions
             column = task_column(self.source)
-            if reads_states(self.source):
-                inputs = _with_probe(inputs, self.weights)
             if column is not None:
                 tasks = tasks_of([samples[i] for i in known], column)
                 inputs = with_tasks(inputs, tasks, self.weights["tasks"])
@@ -183,10 +177,6 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
     rows: list[list[float] | None]
     if source == "response":
         rows = [response_features(s) for s in samples]
-    elif source == "states":
-        rows = [None if s.state is None else s.state.tolist() for s in samples]
-    elif reads_states(source):
-        rows = [_stack_features(s) for s in samples]
     elif source == "reasoning" or task_column(source) is not None:
         rows = [reasoning_features(s) for s in samples]
     elif source in ("mean", "full"):
@@ -232,33 +222,13 @@ def reasoning_features(sample: Sample) -> list[float] | None:
     return [s, math.log1p(-s), s / max(length, 1), float(length)]
 
 
-def reads_states(source: str) -> bool:
-    """Return whether a source reads the model's states, which are in a file of their own."""
-    return source.partition(":")[0] in ("states", "stack")
-
-
-def _stack_features(sample: Sample) -> list[float] | None:
-    """Return the four inputs of the reasoning and the state behind them, [4 + h]."""
-    of_reasoning = reasoning_features(sample)
-    if of_reasoning is None or sample.state is None:
-        return None
-    return [*of_reasoning, *sample.state.tolist()]
-
-
-def _with_probe(inputs: np.ndarray, weights: Weights) -> np.ndarray:
-    """Return inputs [n, D + h] with the probe's logit in the place of the state, [n, D + 1]."""
-    width = inputs.shape[1] - len(weights["probe_slopes"])
-    logits = probe_logits(weights, inputs[:, width:])
-    return np.column_stack([inputs[:, :width], logits])
-
-
 # -------------------------------------------------------------------------------------------- tasks
 
 
 def task_column(source: str) -> str | None:
     """Return the column that a source reads the task from; None if it reads none."""
     name, _, column = source.partition(":")
-    if name not in ("task", "stack"):
+    if name != "task":
         return None
     return column or TASK_COLUMN
 
@@ -340,13 +310,10 @@ _LOGPROBS = (
     "log-probs of its reasoning (sample with dcpo evaluate --model, or from an endpoint that "
     "returns log-probs)"
 )
-_STATES = "the model's state (sample with dcpo evaluate --model DIR --keep states)"
 _NEEDS = {
     "response": _LOGPROBS,
     "reasoning": _LOGPROBS,
     "task": _LOGPROBS,
-    "states": _STATES,
-    "stack": f"{_LOGPROBS} and {_STATES}",
     "mean": _FEATURES,
     "full": _FEATURES,
 }
@@ -413,40 +380,16 @@ def fit(
             fitted = side("fitted", inside)
             stopping = side("fitted", watched)
         weights = _fit_perceptron(fitted, stopping, seed, epochs, width)
-    elif column is not None or reads_states(source):
-        fitted_on = [s for s, out in zip(samples, outside, strict=True) if not out]
-        weights = _fit_on_samples(fitted_on, source, goals)
+    elif column is not None:
+        fitted_on = [sample for sample, out in zip(samples, outside, strict=True) if not out]
+        _, known = inputs_of(fitted_on, source)
+        tasks = tasks_of([fitted_on[index] for index in known], column)
+        weights = _fit_with_tasks(inputs, tasks, goals)
     else:
         weights = _FIT[method](_on_scale(method, source, inputs), goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     held_out_samples = [s for s, out in zip(samples, outside, strict=True) if out]
     return predictor, predictor.apply(held_out_samples)
-
-
-def cross_fitted(samples: Sequence[Sample], source: str, seed: int) -> list[float | None]:
-    """Return what a logistic regression on ``source`` that was fitted on other problems says of
-    each sample (:data:`TEACHER_FOLDS` parts of the problems); None for a sample without the inputs,
-    or if the other parts have only right or only wrong ones.
-    """
-    predictions: list[float | None] = [None] * len(samples)
-    folds = np.array([_fold(problem_of(sample), seed) for sample in samples])
-    for fold in range(TEACHER_FOLDS):
-        inside = np.flatnonzero(folds == fold)
-        others = [samples[index] for index in np.flatnonzero(folds != fold)]
-        if not len(inside) or len({sample.correct for sample in others}) < 2:
-            continue
-        predictor, _ = fit("logistic", others, source, held_out=0.0)
-        found = predictor.predict([samples[index] for index in inside])
-        for index, value in zip(inside, found, strict=True):
-            predictions[index] = value
-    return predictions
-
-
-def _fold(problem: str, seed: int) -> int:
-    for fold in range(TEACHER_FOLDS - 1):
-        if is_held_out(f"fold/{problem}", share=(fold + 1) / TEACHER_FOLDS, seed=seed):
-            return fold
-    return TEACHER_FOLDS - 1
 
 
 def _checked_source(method: str, source: str | None) -> str:
@@ -475,11 +418,8 @@ def _inputs(method: str, source: str) -> PredictorInputs:
     if method == "confclass":
         count = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
     elif method == "logistic":
-        of_source = {"response": 2 + _REASONING_INPUTS, "states": 1, "stack": _REASONING_INPUTS + 1}
-        count = of_source.get(source.partition(":")[0], _REASONING_INPUTS)
-    return PredictorInputs(
-        count=count, with_task=task_column(source) is not None, with_state=reads_states(source)
-    )
+        count = _REASONING_INPUTS + (2 if source == "response" else 0)
+    return PredictorInputs(count=count, with_task=task_column(source) is not None)
 
 
 def _logit(c: np.ndarray) -> np.ndarray:
@@ -573,29 +513,6 @@ def _fit_with_tasks(x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray) -
         "task_intercepts": coefficients[width : width + len(names)],
         "task_slopes": coefficients[width + len(names) :],
     }
-
-
-def _fit_on_samples(samples: Sequence[Sample], source: str, correct: np.ndarray) -> Weights:
-    """Fit a logistic regression that reads the task, the model's state, or both; ``correct`` [n] is
-    of the samples that have the inputs.
-    """
-    inputs, known = inputs_of(samples, source)
-    fitted = [samples[index] for index in known]
-    probe: Weights = {}
-    if reads_states(source):
-        width = _REASONING_INPUTS if source != "states" else 0
-        states = inputs[:, width:]
-        problems = [problem_of(sample) for sample in fitted]
-        probe = fit_probe(states, correct, problems)
-        if source == "states":
-            # the probe's logit is the prediction's
-            same = {"mean": np.zeros(1), "deviation": np.ones(1), "slopes": np.ones(1)}
-            return {**probe, **same, "intercept": np.array(0.0)}
-        logits = cross_fitted_logits(states, correct, problems)
-        inputs = np.column_stack([inputs[:, :width], logits])
-    column = task_column(source)
-    assert column is not None
-    return {**probe, **_fit_with_tasks(inputs, tasks_of(fitted, column), correct)}
 
 
 def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:

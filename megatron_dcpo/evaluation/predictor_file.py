@@ -173,7 +173,6 @@ _SHAPES: Mapping[str, Mapping[str, str]] = {
         "bias3": "1",
     },
 }
-_OF_A_PROBE = {"probe_slopes": "P", "probe_intercept": ""}
 _OF_TASKS = {"tasks": "T", "task_intercepts": "T", "task_slopes": "T"}
 _RECORD = {
     "record/held_out_confidences": "H",
@@ -185,13 +184,10 @@ _HELD_OUT_PROBLEMS = "record/held_out_problems"  # files of earlier releases hav
 
 @dataclass(frozen=True)
 class PredictorInputs:
-    """What a predictor reads of each answer: a ``count`` of numbers, the task, and the model's
-    state, of which a probe makes one of the numbers.
-    """
+    """What a predictor reads of each answer: a ``count`` of numbers, and the task."""
 
     count: int
     with_task: bool
-    with_state: bool
 
 
 def check_arrays(method: str, inputs: PredictorInputs, arrays: Arrays) -> None:
@@ -201,8 +197,6 @@ def check_arrays(method: str, inputs: PredictorInputs, arrays: Arrays) -> None:
     shapes = dict(_SHAPES[method])
     if inputs.with_task:
         shapes |= _OF_TASKS
-    if inputs.with_state:
-        shapes |= _OF_A_PROBE
     if any(name.startswith("record/") for name in arrays):
         shapes |= _RECORD
         if _HELD_OUT_PROBLEMS in arrays:

@@ -22,12 +22,10 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.evaluation import published, run_description
+from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_alike
-from megatron_dcpo.evaluation.equal_data import STEPS, TOTALS, VALUES, at_equal_data
 from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
-from megatron_dcpo.evaluation.published import Published
-from megatron_dcpo.evaluation.runs import EvaluatedRun
+from megatron_dcpo.evaluation.runs import EvaluatedRun, find_runs
 from megatron_dcpo.evaluation.scoring import (
     CONFIDENCE_KINDS,
     LOOKUP,
@@ -137,31 +135,28 @@ def write_report(
     runs: Sequence[EvaluatedRun],
     path: str | Path,
     title: str = "Accuracy and calibration",
-    against: Sequence[Published] = (),
 ) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    page = encodable(render_report(runs, title, against))
+    page = encodable(render_report(runs, title))
     write_atomically(target, page)
     return target
 
 
-def render_report(
-    runs: Sequence[EvaluatedRun],
-    title: str = "Accuracy and calibration",
-    against: Sequence[Published] = (),
-) -> str:
-    """Return the page as one string (``report.html.j2``). It compares the runs with the published
-    numbers ``against`` as well.
-    """
+def write_report_of_run(directory: Path) -> None:
+    """Write ``report.html`` of one training into its directory."""
+    runs = find_runs([str(directory)])
+    write_report(runs, directory / "report.html", directory.absolute().name)
+
+
+def render_report(runs: Sequence[EvaluatedRun], title: str = "Accuracy and calibration") -> str:
+    """Return the page as one string (``report.html.j2``)."""
     environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
-    environment.filters["four_digits"] = _four_digits
     kinds = kinds_of(runs)
     benchmarks = benchmarks_of(runs)
     trained = {run.name: run.metrics for run in runs if run.metrics}
     paths = {run.name: run.path for run in runs}
-    evaluations = {run.name: run.evaluation for run in runs}
     legend = []
     for index, name in enumerate(trained):
         legend.append((name, diagrams.PALETTE[index % len(diagrams.PALETTE)]))
@@ -183,8 +178,6 @@ def render_report(
         configured=run_description.configured(paths),
         differences=run_description.differences(paths),
         warnings=warnings,
-        published=published.compare(evaluations, against),
-        left_out=published.left_out(evaluations, against),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
         legend=legend,
@@ -192,10 +185,6 @@ def render_report(
         samples={run.name: _samples(run) for run in runs if run.samples},
         data=_embedded(comparison(runs)),
     )
-
-
-def _four_digits(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
 
 
 def pages() -> Environment:
@@ -240,35 +229,6 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
         )
         rows = _cells(_rows_of(trained, "verbal"), None)
         tables.append(_table(title, rows, is_open=True))
-    return [*tables, *_equal_data_tables(runs)]
-
-
-_EQUAL_DATA_NOTE = (
-    "A run that left groups out of its batches (rollout.filter_groups) has no calibration here, "
-    "which would be that of the rest alone, and a run whose first step went beyond the amount has "
-    "no values."
-)
-
-
-def _equal_data_tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
-    """Return the trainings at equal informative groups and at equal responses."""
-    tables = []
-    for equal in at_equal_data(runs):
-        rows = {}
-        for name, values in equal.rows.items():
-            cells = []
-            for key, value in values.items():
-                is_count = key not in VALUES
-                text = format_value("n" if is_count else key, value)
-                cells.append({"text": text, "best": False})
-            rows[name] = cells
-        title = (
-            f"Training, after {equal.amount:,} {equal.what} each (mean of "
-            f"{STEPS} steps, of sampled responses)"
-        )
-        labels = ["Step", *(what.capitalize() for what in TOTALS)]
-        labels += [METRICS[key].label for key in VALUES]
-        tables.append(_table(title, rows, labels=labels, note=_EQUAL_DATA_NOTE))
     return tables
 
 

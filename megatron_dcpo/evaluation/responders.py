@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from megatron_dcpo import rollout
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
-from megatron_dcpo.data import render_prompts
-from megatron_dcpo.data.datasets import PromptOptions, message_prompts
+from megatron_dcpo.data.datasets import PromptOptions, message_prompts, render_prompts
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.evaluation.evaluate import Respond
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS
@@ -25,6 +23,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.runtime import hub
+from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt
 
@@ -81,7 +80,7 @@ def ask_server(config: EvaluateConfig, date: datetime.date) -> Responder:
     tokens = TokenBytes((), KNOWN[0])
     render: Render = partial(_as_messages, config)
     if options.tokenizer:
-        tokenizer = rollout.load_tokenizer(options.tokenizer)
+        tokenizer = load_part("megatron_dcpo.rollout.tokens:load_tokenizer")(options.tokenizer)
         tokens = token_bytes(tokenizer)
         render = partial(as_token_ids, config, tokenizer, date)
     check_thinking(config.data.thinking, tokens.thinking, options.tokenizer)

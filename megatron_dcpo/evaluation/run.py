@@ -15,10 +15,8 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
-from megatron_dcpo.data import BENCHMARKS
-from megatron_dcpo.data.benchmarks import parse_specs, path_in
-from megatron_dcpo.data.environments import COLUMN, check_rollouts
-from megatron_dcpo.data.gym import VERIFIER
+from megatron_dcpo.data.benchmarks import BENCHMARKS, parse_specs, path_in
+from megatron_dcpo.data.problem_kinds import check_kinds
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
@@ -29,20 +27,15 @@ from megatron_dcpo.evaluation.evaluate import (
 )
 from megatron_dcpo.evaluation.fit_record import fitted_on_of
 from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
-from megatron_dcpo.evaluation.kinds import check_kinds
 from megatron_dcpo.evaluation.model_files import files_of
-from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
+from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.problems import (
-    BenchmarkOptions,
     Problems,
-    equivalence,
-    find_source,
     judge_of,
     judges_programs,
     load_problems,
-    verifier_of,
 )
-from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
+from megatron_dcpo.evaluation.programs import read_tests, write_tests
 from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.run_description import SAMPLING
@@ -57,16 +50,23 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.evaluation.states import with_states, write_states
-from megatron_dcpo.judging.function_verifier import check_error_rate
-from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
+from megatron_dcpo.judging.sources import GYM_VERIFIER, check_rollouts, find_source, verifier_of
+from megatron_dcpo.judging.verdicts import check_error_rate
+from megatron_dcpo.judging.verifier_kind import PackedTests
+from megatron_dcpo.judging.verifiers import (
+    digest_of,
+    equivalence,
+    reads_rows,
+    verifier_for,
+    verifiers,
+)
 from megatron_dcpo.runtime import hub
+from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENT_COLUMN, OWN_ROLLOUT
 from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import BROUGHT, CONFIDENCE_TAG, OWN_ROLLOUT
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def run_evaluation(
         raise UserError("one of --model, --endpoint and --samples is required")
     options = config.evaluation
     kinds = parse_kinds(options.confidence)
-    predictor = _load_predictor(config, samples)
+    predictor = Posthoc.load(options.calibrator) if options.calibrator else None
     if predictor is not None and predictor.method == "confclass":
         options = replace(options, features=True)
         config = replace(config, evaluation=options)
@@ -115,15 +115,12 @@ def run_evaluation(
         judged = _old_samples(
             config, samples, judge_again=judge_again, fresh=fresh, columns=columns
         )
-        if predictor is not None and reads_states(predictor.source):
-            judged = with_states(judged, samples)
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
         config = _with_models_here(config, fresh=fresh)
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
         if launched_rank() > 0:
             return {}
-        judged = _with_kept_states(config, judged)
     source = samples or str(Path(config.run_dir, FILE))
     if predictor is not None:
         _warn_of_other_answers(predictor, options.calibrator, source, judged)
@@ -169,21 +166,6 @@ def _with_models_here(config: EvaluateConfig, *, fresh: bool) -> EvaluateConfig:
     )
 
 
-def _load_predictor(config: EvaluateConfig, samples: str) -> Posthoc | None:
-    """Return the post-hoc predictor that is scored as well, None if there is none. Raises
-    :class:`UserError` if its inputs are not kept.
-    """
-    options = config.evaluation
-    if not options.calibrator:
-        return None
-    predictor = Posthoc.load(options.calibrator)
-    if reads_states(predictor.source) and not samples and options.keep != "states":
-        raise UserError(
-            f"{options.calibrator} reads the model's states; add --keep states (with --model)"
-        )
-    return predictor
-
-
 def _warn_of_other_answers(
     predictor: Posthoc, path: str, source: str, judged: Sequence[Sample]
 ) -> None:
@@ -202,19 +184,6 @@ def _warn_of_other_answers(
             path,
             "; ".join(differences),
         )
-
-
-def _with_kept_states(config: EvaluateConfig, judged: list[Sample]) -> list[Sample]:
-    """Return the samples with the model's states, which are also written next to their file; the
-    samples themselves if the states are not to be kept.
-    """
-    if config.evaluation.keep != "states":
-        return judged
-    from megatron_dcpo.evaluation.local_model import with_states_of_model
-
-    found = with_states_of_model(config, judged)
-    write_states(found, Path(config.run_dir, FILE))
-    return found
 
 
 def evaluation_of_samples(samples: str) -> dict[str, Any]:
@@ -259,7 +228,7 @@ def _old_samples(
             f"--out {directory} holds the samples of another evaluation; name another one, or "
             "--fresh"
         )
-    keys = {sample.prompt.ground_truth for sample in samples if is_code(sample)}
+    keys = {sample.prompt.ground_truth for sample in samples if sample.is_code}
     tests_file = Path(path).with_name(TESTS_FILE)
     tests: PackedTests = {}
     if keys and (judge_again or tests_file.exists()):
@@ -295,13 +264,13 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
     named = config.judging.verifier
     if source is not None:
         named = verifier_of(source, config.judging)
-    if is_code(sample):
+    if sample.is_code:
         return named if judges_programs(named) else "code"
     row = prompt.row or {}
     if "reasoning_gym" in row:
-        return VERIFIER
-    if COLUMN in row and (source is None or not source.verifier):
-        return str(row[COLUMN]["path"])
+        return GYM_VERIFIER
+    if ENVIRONMENT_COLUMN in row and (source is None or not source.verifier):
+        return str(row[ENVIRONMENT_COLUMN]["path"])
     if judges_programs(named):
         named = "math"
     return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)
@@ -396,12 +365,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
-        options=BenchmarkOptions(
-            data_dir=options.data_dir or None,
-            corrections=options.corrections,
-            untested=config.data.untested,
-            columns=config.data.columns,
-        ),
+        columns=config.data.columns,
     )
     for one in loaded:
         template = one.template or config.data.template
@@ -469,8 +433,6 @@ def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict
     options = config.evaluation
     settings: dict[str, Any] = {
         "template": config.data.template,
-        "corrections": options.corrections,
-        "untested": config.data.untested,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -25,7 +24,6 @@ SAMPLING = {
 # Options that differ between runs of the same configuration.
 _OF_EVERY_RUN = ("run_dir", "seed", "training.resume")
 _MOST_STEPS = 10**12  # more are a damaged configuration
-_RECENT = 10  # steps whose median time predicts the remaining ones
 
 
 def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
@@ -88,16 +86,6 @@ def total_steps(path: Path) -> int | None:
     """Return ``training.steps`` from the ``config.yaml`` of a run, None if it has none."""
     steps = options(path).get("training.steps")
     return steps if isinstance(steps, int) and 0 < steps < _MOST_STEPS else None
-
-
-def seconds_left(rows: Sequence[Mapping[str, Any]], steps: int) -> float | None:
-    """Return how long the remaining ``steps`` will take, from the median of the last steps; None if
-    none was timed.
-    """
-    recent = [row["time/step"] for row in rows if row.get("time/step")][-_RECENT:]
-    if not recent:
-        return None
-    return steps * float(np.median(recent))
 
 
 def differences(paths: Mapping[str, Path]) -> list[tuple[str, list[str]]]:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.datasets import without_epoch
 from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.labels import without_epoch
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import parse_date
@@ -49,8 +49,7 @@ class Measures:
     ``reasoning_logprob`` (nats) is the sum over the reasoning block. ``consistency_confidence`` is
     the share of the problem's repeats whose answer is equivalent to this one, None without an
     answer. ``features`` are the inputs of ConfClass (``posthoc.features``), and
-    ``posthoc_confidence`` is the output of a predictor; ``posthoc_by`` says of which, and how it
-    was read: the method of ``dcpo calibrate``, or ``adapter, mean``.
+    ``posthoc_confidence`` is the output of a predictor, and ``posthoc_by`` its method.
     """
 
     token_confidence: Probability | None = None
@@ -90,8 +89,6 @@ class Sample:
     judgement: Judgement
     measures: Measures = Measures()
     origin: Origin = Origin()
-    # of the model before the number of its confidence [h]; in a file of its own (states.py)
-    state: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def problem_key(self) -> tuple[str, str]:
@@ -113,6 +110,11 @@ class Sample:
     def correct(self) -> bool:
         """Return whether the answer is right: the judgement's correctness is 0 or 1."""
         return self.judgement.correct == 1
+
+    @property
+    def is_code(self) -> bool:
+        """Return whether the ground truth is the key of its tests."""
+        return self.prompt.ground_truth.startswith("tests:")
 
     def measured(self, **values: object) -> Sample:
         """Return a copy with other values of its measures."""

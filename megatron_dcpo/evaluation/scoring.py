@@ -25,16 +25,15 @@ from megatron_dcpo.calibration.summary import (
     summarize,
     violation_rates,
 )
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.headline import HEADLINE
-from megatron_dcpo.evaluation.kinds import (
+from megatron_dcpo.data.problem_kinds import (
     MOST_KINDS,
     ProblemKinds,
     check_kinds,
     described,
     kinds_of,
 )
-from megatron_dcpo.evaluation.programs import is_code
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.headline import HEADLINE
 from megatron_dcpo.evaluation.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -487,7 +486,7 @@ def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
     by_benchmark: dict[str, dict[str, str]] = {}
     for sample in samples:
         key = sample.prompt.ground_truth.strip()
-        if key and not is_code(sample):
+        if key and not sample.is_code:
             by_benchmark.setdefault(sample.prompt.task, {})[sample.problem_key[1]] = key
     if not by_benchmark:
         return {}

@@ -8,7 +8,7 @@ complete fenced block of Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,6 +49,10 @@ class Outcome(NamedTuple):
     category: str | None = None
     score: float | None = None
     logged: Mapping[str, Any] | None = None
+
+
+# returns the outcomes in the order of the attempts
+Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]
 
 
 def find_marker_after_box(content: bytes, marker: bytes) -> int | None:

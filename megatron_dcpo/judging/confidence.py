@@ -37,13 +37,6 @@ class ParsedConfidence:
     stated: float | None = None
 
 
-def number_span(text: str, marker: str = CONFIDENCE_TAG) -> tuple[int, int]:
-    """Return where the number of a confidence that parses as ``ok`` begins and ends."""
-    number = _LINE.match(text, text.index(marker) + len(marker))
-    assert number is not None, "not a confidence that parses"
-    return number.span(1)
-
-
 def parse_confidence(
     text: str, *, marker: str = CONFIDENCE_TAG, finished: bool, opener: str = "\\boxed"
 ) -> ParsedConfidence:

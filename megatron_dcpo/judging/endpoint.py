@@ -15,8 +15,9 @@ from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import OPTION, outcome_of, warn_once
+from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
+from megatron_dcpo.judging.verdicts import OPTION, outcome_of, warn_once
+from megatron_dcpo.judging.verifier_kind import VerifierKind
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 
 KEY = "DCPO_VERIFIER_KEY"  # environment variable of the key sent as a bearer token
@@ -97,3 +98,10 @@ class EndpointVerifier:
                 for name, item in value.items()
             }
         return value
+
+
+ENDPOINT = VerifierKind(
+    form=FREE,
+    build=lambda name, options, tests: EndpointVerifier(name, options),
+    digest=lambda name: name,
+)

@@ -14,16 +14,16 @@ from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data.environments import (
-    COLUMN,
     GUEST,
     RUNS_FILE,
     environment_digest,
     parse_environment,
 )
-from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import lost, outcome_of, warn_once
+from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
-from megatron_dcpo.types import HASH_SEED
+from megatron_dcpo.judging.verdicts import lost, outcome_of, warn_once
+from megatron_dcpo.judging.verifier_kind import VerifierKind
+from megatron_dcpo.runtime.brought import ENVIRONMENT_COLUMN, HASH_SEED
 
 _NO_VERDICT = {"score": 0.0}
 _WORKER = Path(__file__).with_name("worker.py")
@@ -61,7 +61,7 @@ class EnvironmentVerifier:
         results: list[Any] = [_NO_VERDICT] * len(attempts)
         asked = []
         for place, attempt in enumerate(attempts):
-            found = (attempt.row or {})[COLUMN]
+            found = (attempt.row or {})[ENVIRONMENT_COLUMN]
             if "more_than_one_turn" not in found:
                 asked.append((place, (json.dumps([attempt.reasoning, found["input"]]),)))
         scored = self.pool.verify([request for _, request in asked])
@@ -77,3 +77,10 @@ def scores_digest(path: str) -> str:
     spec = parse_environment(path)
     chosen = [spec.kind, spec.name, spec.options, spec.range, spec.judge]
     return json.dumps(chosen, default=dict) + environment_digest(path)
+
+
+ENVIRONMENT = VerifierKind(
+    form=FREE,
+    build=lambda name, options, tests: EnvironmentVerifier(name, options),
+    digest=scores_digest,
+)

@@ -14,17 +14,14 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_dcpo.data.chat_template import PROMPT_TOKENS
-from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Outcome
+from megatron_dcpo.judging.abstention import is_abstention
+from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Verifier
 from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, split_text
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.judging.math.pool import verify_answers
-from megatron_dcpo.judging.questions import is_abstention
 from megatron_dcpo.judging.thinking import answer_start
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
-# returns the outcomes in the order of the attempts
-Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]
 # gets the prompts by their ids
 Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]
 
@@ -47,12 +44,11 @@ def judge_many(
     tokens: TokenBytes | None = None,
     eos_ids: Collection[int] = (),
     *,
+    verifier: Verifier,
     marker: str = CONFIDENCE_TAG,
-    verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> list[Judgement]:
-    """Judge responses to their prompts, which ``prompts`` holds by id. Answers that need algebra
-    are judged in parallel.
+    """Judge responses to their prompts, which ``prompts`` holds by id, by a ``verifier``.
 
     A response with ``text`` is judged by its text, every other one by its token ids, which needs
     ``tokens`` and ``eos_ids``. Of a response of several turns the last answer is judged

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megatron_dcpo.data.code_problems import unpack_tests
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.answers import FENCED, Attempt, Outcome
+from megatron_dcpo.judging.same_program import same_program
+from megatron_dcpo.judging.verifier_kind import PackedTests, VerifierKind, check_plain_answers
 from megatron_dcpo.runtime import cores_per_rank
-from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+from megatron_dcpo.sandbox.judge import CodePool
+from megatron_dcpo.sandbox.limits import CodeLimits
 
 # problems whose tests stay unpacked, because the responses to one problem finish at various times
 KEPT = 32
-# by their key, which is the ground truth of a programming problem
-PackedTests = Mapping[str, bytes]
 
 
 class ProgramVerifier:
@@ -57,3 +58,11 @@ class ProgramVerifier:
             verdict = future.result()
             outcomes.append(Outcome(verdict.correct == 1, verdict.category))
         return outcomes
+
+
+CODE = VerifierKind(
+    form=FENCED,
+    build=lambda name, options, tests: ProgramVerifier(tests, options.limits, options.sandbox),
+    same=same_program,
+    check_problems=check_plain_answers,
+)

@@ -1,7 +1,8 @@
-r"""Decide whether the boxed answer to a question is right, and whether it is an abstention.
+r"""Decide whether the boxed answer to a question is right.
 
-- ``exact`` asks for one of the accepted texts, compared as SQuAD's script does (:func:`normalize`),
-  or as TriviaQA's does if the row has TriviaQA's object (:func:`normalize_triviaqa`);
+- ``exact`` asks for one of the accepted texts, compared as SQuAD's script does
+  (:func:`abstention.normalize`), or as TriviaQA's does if the row has
+  TriviaQA's object (:func:`normalize_triviaqa`);
 - ``f1`` takes the largest F1 of the words against any accepted text, which is right from
   ``judging.threshold`` on;
 - ``choice`` asks for the letter of the right option, or its text (``choices.py``).
@@ -12,68 +13,30 @@ The accepted texts are those of the row's ``answer`` if that is a list or Trivia
 
 from __future__ import annotations
 
-import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.data.questions import accepted_texts, letter_index
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.abstention import normalize, without_articles, without_tex
+from megatron_dcpo.judging.answers import BOXED, Attempt, Outcome
 from megatron_dcpo.judging.choices import bare_letter, chosen_letter
+from megatron_dcpo.judging.verifier_kind import Problems, VerifierKind, check_plain_answers
 
-ABSTENTIONS = frozenset(
-    {
-        "dont know",
-        "do not know",
-        "idk",
-        "unknown",
-        "not sure",
-        "unsure",
-        "i dont know",
-        "i do not know",
-        "i am not sure",
-        "i am unsure",
-        "im not sure",
-        "im unsure",
-    }
-)
-_LONGEST_ABSTENTION = 80  # characters
-_TEX_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
-_STRAIGHT = str.maketrans("‘’´“”", "'''\"\"")
 Normalize = Callable[[str], str]
-
-
-def normalize(text: str) -> str:
-    """Return the text as the scripts of SQuAD and HotpotQA compare it: in lower case, without
-    ASCII's punctuation, articles and repeated white space.
-
-    Two things differ: TeX's text commands are replaced with their content, and a text of which
-    nothing would be left stays as it is.
-    """
-    plain = _without_tex(text).lower().translate(_NO_PUNCTUATION)
-    return _without_articles(plain) or text.strip().lower()
 
 
 def normalize_triviaqa(text: str) -> str:
     """Return the text as TriviaQA's script compares it: as :func:`normalize`, but punctuation and
     typographic apostrophes become spaces. ``AC/DC`` is ``AC DC``, ``U.S.`` is not ``US``.
     """
-    plain = _without_tex(text).lower().translate(_SPACE_FOR_PUNCTUATION)
-    return _without_articles(plain) or text.strip().lower()
-
-
-def _without_tex(text: str) -> str:
-    return _TEX_TEXT.sub(r"\1", text).replace("~", " ")
-
-
-def _without_articles(text: str) -> str:
-    return " ".join(_ARTICLE.sub(" ", text).split())
+    plain = without_tex(text).lower().translate(_SPACE_FOR_PUNCTUATION)
+    return without_articles(plain) or text.strip().lower()
 
 
 def f1(answer: str, truth: str, normalized: Normalize = normalize) -> float:
@@ -91,13 +54,6 @@ def f1(answer: str, truth: str, normalized: Normalize = normalize) -> float:
 
 
 _NO_PARTS = (["yes"], ["no"], ["noanswer"])
-
-
-def is_abstention(answer: str | None) -> bool:
-    """Return whether the content of a box says that the answer is not known."""
-    if answer is None or len(answer) > _LONGEST_ABSTENTION:
-        return False
-    return normalize(answer.translate(_STRAIGHT)) in ABSTENTIONS
 
 
 def same_answer(a: str, b: str) -> bool:
@@ -165,14 +121,11 @@ def question_verifier(
     return verify
 
 
-def check_questions(name: str, problems: Iterable[Any], source: str) -> None:
-    """Raise :class:`UserError` for the first problem (a record or a prompt) that the verifier
-    ``name`` cannot judge, because it has no accepted text or no letter.
-    """
-    if name not in SCORES:
-        return
+def _check_problems(name: str, problems: Problems, source: str) -> None:
+    """Raise :class:`UserError` for the first problem that has no accepted text or no letter."""
+    check_plain_answers(name, problems, source)
     for problem in problems:
-        truth = str(getattr(problem, "ground_truth", None) or getattr(problem, "answer", ""))
+        truth = problem.answer if isinstance(problem, Record) else problem.ground_truth
         where = f"{source}: {problem.prompt_id}"
         if name == "choice" and letter_index(truth) is None:
             raise UserError(
@@ -198,3 +151,16 @@ def _normalization(row: Mapping[str, Any] | None) -> Normalize:
     if isinstance((row or {}).get("answer"), Mapping):
         return normalize_triviaqa
     return normalize
+
+
+def _kind(same: Callable[[str, str], bool]) -> VerifierKind:
+    return VerifierKind(
+        form=BOXED,
+        build=lambda name, options, tests: question_verifier(name, options),
+        same=same,
+        check_problems=_check_problems,
+    )
+
+
+TEXT = _kind(same_answer)
+CHOICE = _kind(same_choice)

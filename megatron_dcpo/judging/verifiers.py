@@ -1,4 +1,4 @@
-"""Find the verifier of a name, and the form of the answers that it judges."""
+"""Find the verifier of a name, and what its kind says of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.config.field_types import (
@@ -17,20 +18,42 @@ from megatron_dcpo.config.field_types import (
     WeightedVerifier,
     members,
 )
-from megatron_dcpo.data.environments import is_environment
-from megatron_dcpo.data.gym import VERIFIER
-from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm
-from megatron_dcpo.judging.endpoint import EndpointVerifier
-from megatron_dcpo.judging.environments import EnvironmentVerifier, scores_digest
-from megatron_dcpo.judging.function_verifier import FunctionVerifier, load_function
-from megatron_dcpo.judging.judge import Verifier
-from megatron_dcpo.judging.math.pool import verify_answers
-from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
-from megatron_dcpo.judging.questions import question_verifier
+from megatron_dcpo.judging.answers import AnswerForm, Verifier
+from megatron_dcpo.judging.math.pool import equivalent_math
+from megatron_dcpo.judging.sources import GYM_VERIFIER
+from megatron_dcpo.judging.verifier_kind import PackedTests, Problems, VerifierKind
 from megatron_dcpo.judging.weighted import Member, WeightedSum, common_form, labels
-from megatron_dcpo.runtime.plugins import source_digest
+from megatron_dcpo.runtime.brought import is_environment
+from megatron_dcpo.runtime.plugins import load_part
 
 FindVerifier = Callable[[VerifierChoice], tuple[Verifier, AnswerForm]]
+# the kinds of verifier by their names; their modules are imported when a name is used
+_KINDS = MappingProxyType(
+    {
+        "math": "megatron_dcpo.judging.math.verifier:MATH",
+        "code": "megatron_dcpo.judging.programs:CODE",
+        "choice": "megatron_dcpo.judging.questions:CHOICE",
+        "exact": "megatron_dcpo.judging.questions:TEXT",
+        "f1": "megatron_dcpo.judging.questions:TEXT",
+        GYM_VERIFIER: "megatron_dcpo.judging.function_verifier:REASONING_GYM",
+    }
+)
+_ENVIRONMENT = "megatron_dcpo.judging.environments:ENVIRONMENT"
+_ENDPOINT = "megatron_dcpo.judging.endpoint:ENDPOINT"
+_FUNCTION = "megatron_dcpo.judging.function_verifier:FUNCTION"
+
+
+def kind_of(name: str) -> VerifierKind:
+    """Return the kind of the verifier ``name``: built in, an environment, an address, or the import
+    path of a function.
+    """
+    path = _KINDS.get(name)
+    if path is None:
+        path = _ENDPOINT if "://" in name else _FUNCTION
+        if is_environment(name):
+            path = _ENVIRONMENT
+    kind: VerifierKind = load_part(path)
+    return kind
 
 
 def is_users(verifier: VerifierChoice) -> bool:
@@ -89,14 +112,8 @@ def digest_of(verifier: VerifierChoice, options: JudgingConfig) -> str:
 
 
 def _digest_of_name(name: str, options: JudgingConfig) -> str:
-    if is_environment(name):
-        code = scores_digest(name)
-    elif is_users(name):
-        code = name
-        if "://" not in name:
-            code += source_digest(name, "judging.verifier")
-    else:
-        code = f"{name} {_own_code()}"
+    digest = kind_of(name).digest
+    code = f"{name} {_package_code()}" if digest is None else digest(name)
     read = (
         options.marker,
         options.threshold,
@@ -109,7 +126,7 @@ def _digest_of_name(name: str, options: JudgingConfig) -> str:
 
 
 @functools.cache
-def _own_code() -> str:
+def _package_code() -> str:
     """Return a digest of this package's verifiers and sandbox, and of the libraries they use."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parents[1]
@@ -127,23 +144,39 @@ def check_verifier(verifier: VerifierChoice) -> None:
     signature, or if several verifiers judge answers of different forms. Servers are not asked.
     """
     for member in members(verifier):
-        name = member.name
-        if is_users(name) and "://" not in name and not is_environment(name):
-            load_function(name)
+        check_name = kind_of(member.name).check_name
+        if check_name is not None:
+            check_name(member.name)
     form_of(verifier)
+
+
+def check_problems(verifier: VerifierChoice, problems: Problems, source: str) -> None:
+    """Raise :class:`UserError` for the first problem that the verifier, or one of several, cannot
+    judge, because it has no answer of the verifier's form, or several if the verifier takes one.
+    """
+    for member in members(verifier):
+        check = kind_of(member.name).check_problems
+        if check is not None:
+            check(member.name, problems, source)
 
 
 def form_of(verifier: VerifierChoice) -> AnswerForm:
     """Return the form of the answers that a verifier judges. Raises :class:`UserError` if several
     verifiers have none in common.
     """
-    forms = []
-    for member in members(verifier):
-        if member.name in ("math", VERIFIER, *QUESTIONS):
-            forms.append(BOXED)
-        else:
-            forms.append(FENCED if member.name == "code" else FREE)
-    return common_form(forms)
+    return common_form(kind_of(member.name).form for member in members(verifier))
+
+
+def equivalence(verifier: VerifierChoice) -> Callable[[str, str], bool]:
+    """Return the test of whether two answers that ``verifier`` judges are the same: of several
+    verifiers that of programs, of options or of texts, in this order.
+    """
+    names = {member.name for member in members(verifier)}
+    for name in ("code", "choice", "exact", "f1"):
+        same = kind_of(name).same if name in names else None
+        if same is not None:
+            return same
+    return equivalent_math
 
 
 def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
@@ -156,17 +189,7 @@ def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
 
     @functools.cache
     def named(name: str) -> Verifier:
-        if name == "math":
-            return verify_answers
-        if name == "code":
-            return ProgramVerifier(tests, options.limits, options.sandbox)
-        if name in QUESTIONS:
-            return question_verifier(name, options)
-        if is_environment(name):
-            return EnvironmentVerifier(name, options)
-        if "://" in name:
-            return EndpointVerifier(name, options)
-        return FunctionVerifier(name, options)
+        return kind_of(name).build(name, options, tests)
 
     @functools.cache
     def find(verifier: VerifierChoice) -> tuple[Verifier, AnswerForm]:

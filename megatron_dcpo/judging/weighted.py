@@ -22,8 +22,15 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.config.field_types import BUILT_IN, WeightedVerifier
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm, Attempt, Outcome
-from megatron_dcpo.judging.judge import Verifier
+from megatron_dcpo.judging.answers import (
+    BOXED,
+    FENCED,
+    FREE,
+    AnswerForm,
+    Attempt,
+    Outcome,
+    Verifier,
+)
 from megatron_dcpo.types import VERIFIER_ERROR
 
 # Decimals of a score, so that weights of 0.6 and 0.3 reach a threshold of 0.9.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +32,16 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import build_scheduler
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.weights.adapter_shape import adapter_shape, described, layer_of
-from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, read_low_rank, scale_key
+from megatron_dcpo.weights.peft_adapter import (
+    KEPT,
+    SCALE,
+    LowRank,
+    read_low_rank,
+    scale_key,
+    write_adapter,
+)
 from megatron_dcpo.weights.table import hf_shapes
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
@@ -43,6 +52,8 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+logger = logging.getLogger(__name__)
 
 _COLUMN = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 _ROW = {"self_attn": "o_proj", "mlp": "down_proj"}
@@ -353,9 +364,24 @@ def _by_group(arch: Architecture, rows: Sequence[slice]) -> Tensor:
     return torch.cat(by_group, dim=-1).flatten()
 
 
+def build_adapter_optimizer(config: RunConfig, policy: Policy) -> AdapterOptimizer:
+    """Add the adapter of ``model.adapter`` to a policy, and return its optimizer."""
+    assert config.model.adapter is not None
+    adapter = Adapter(policy, config.model.adapter)
+    if adapter.shape.dropout and policy.topology.rank == 0:
+        logger.warning(
+            "%s was trained with lora_dropout=%g, which is not applied here",
+            config.model.adapter.path,
+            adapter.shape.dropout,
+        )
+    optimizer = AdapterOptimizer(adapter, config)
+    ledger.put("adapter", optimizer.nbytes)
+    return optimizer
+
+
 class AdapterOptimizer:
-    """AdamW on an adapter's parameters, with the methods of
-    :class:`megatron_dcpo.policy.optimizer.PolicyOptimizer`. Gradients are summed over the ranks of
+    """AdamW on an adapter's parameters, an
+    :class:`megatron_dcpo.policy.optimizer.Optimizer`. Gradients are summed over the ranks of
     the stage and clipped by their norm over all stages; the schedule is Megatron's.
     """
 
@@ -447,8 +473,25 @@ class AdapterOptimizer:
         some_parameter = next(iter(self.adapter.parameters.values()))
         return int(self.adam.state[some_parameter]["step"])
 
+    @property
+    def adapter_options(self) -> dict[str, Any]:
+        """Return the options of ``model.adapter``, with the values of those that are not set."""
+        return described(self.adapter.config)
+
+    @contextmanager
+    def starting_policy(self) -> Iterator[Policy]:
+        """Open the policy without its adapter."""
+        with self.adapter.inactive():
+            yield self.adapter.policy
+
+    def write_adapter(self, directory: Path, base: str) -> None:
+        """Write the adapter of the model ``base`` in PEFT's format. Collective."""
+        tensors = self.adapter.whole()
+        if self.adapter.policy.topology.rank == 0:
+            write_adapter(directory, tensors, shape=self.adapter.shape, base=base)
+
     # ---------------------------------------------------------------------------------- checkpoints
-    def sharded_state(self) -> dict[str, Any]:
+    def adapter_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: parameters and moments under names that do not depend on
         the layout, the number of steps, and the adapter's configuration.
         """
@@ -473,10 +516,10 @@ class AdapterOptimizer:
             tensors[key] = ShardedTensor.from_rank_offsets(
                 key, torch.tensor([value]), replica_id=replica
             )
-        return {"tensors": tensors, "steps": self.done, "config": described(self.adapter.config)}
+        return {"tensors": tensors, "steps": self.done, "config": self.adapter_options}
 
-    def restore(self, loaded: dict[str, Any]) -> None:
-        """Continue from ``loaded``, which has the form of :meth:`sharded_state`."""
+    def restore_adapter(self, loaded: dict[str, Any]) -> None:
+        """Continue from ``loaded``, which has the form of :meth:`adapter_state`."""
         with torch.no_grad():
             for name, parameter in self.adapter.parameters.items():
                 self.adam.state[parameter]["step"].fill_(loaded["steps"])

@@ -6,9 +6,10 @@ The optimizer may leave the device for a rollout, when the engine needs the room
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,80 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 logger = logging.getLogger(__name__)
 
 
-class PolicyOptimizer:
-    """Megatron's optimizer on a policy's own parameters, with its learning-rate schedule.
+class Optimizer(Protocol):
+    """What trains a policy: :class:`PolicyOptimizer` its own parameters, ``policy/adapter.py`` an
+    adapter's.
 
-    Checkpoints hold the state of ``megatron`` and ``scheduler``. Engines and exports get the
-    weights of ``exported``. :class:`megatron_dcpo.policy.adapter.AdapterOptimizer` has the same
-    methods for the parameters of an adapter.
+    Checkpoints hold the state of ``megatron``, if it is there, of ``scheduler`` and of the
+    adapter. Engines and exports get the weights of ``exported``.
     """
+
+    megatron: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler
+    exported: Policy
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups, as torch's optimizers have them."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        ...
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        ...
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the whole gradient. Collective."""
+        ...
+
+    def step(self) -> None:
+        """Clip, update the parameters and advance the schedule. Collective."""
+        ...
+
+    def gather_parameters(self) -> None:
+        """Gather the parameters now if the next forward pass would do it. Collective."""
+        ...
+
+    def not_finite(self) -> list[str]:
+        """Return the names of an adapter's parameters that are not finite."""
+        ...
+
+    @property
+    def adapter_options(self) -> dict[str, Any] | None:
+        """Return the options of the adapter with their defaults; None if there is no adapter."""
+        ...
+
+    def adapter_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the adapter."""
+        ...
+
+    def restore_adapter(self, loaded: dict[str, Any]) -> None:
+        """Continue from ``loaded``, which has the form of :meth:`adapter_state`."""
+        ...
+
+    def write_adapter(self, directory: Path, base: str) -> None:
+        """Write the adapter of the model ``base`` in PEFT's format, if there is one. Collective."""
+        ...
+
+    @property
+    def starting_policy(self) -> Callable[[], AbstractContextManager[Policy]] | None:
+        """Return what opens the policy as it was before the training; None where the training
+        overwrites it.
+        """
+        ...
+
+
+class PolicyOptimizer:
+    """Megatron's optimizer on a policy's own parameters, with its learning-rate schedule. The
+    methods are those of :class:`Optimizer`.
+    """
+
+    adapter_options = None
+    starting_policy = None
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self.policy = policy
@@ -72,6 +140,16 @@ class PolicyOptimizer:
     def not_finite(self) -> list[str]:
         """Return an empty list: there is no adapter whose parameters could be not finite."""
         return []
+
+    def adapter_state(self) -> dict[str, Any]:
+        """Return nothing, as there is no adapter."""
+        return {}
+
+    def restore_adapter(self, loaded: dict[str, Any]) -> None:
+        """Do nothing, as there is no adapter."""
+
+    def write_adapter(self, directory: Path, base: str) -> None:
+        """Do nothing, as there is no adapter."""
 
 
 def build_optimizer(config: RunConfig, policy: Policy) -> MegatronOptimizer:

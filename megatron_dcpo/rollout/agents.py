@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import os
 import queue
 import subprocess
@@ -25,8 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.config import RolloutConfig
-from megatron_dcpo.config.evaluation_sections import EngineConfig
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.data.environments import (
     GUEST,
     RUNS_FILE,
@@ -34,7 +32,7 @@ from megatron_dcpo.data.environments import (
     parse_environment,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.function_verifier import checked_result
+from megatron_dcpo.judging.verdicts import checked_result
 from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.door import Door
@@ -42,8 +40,9 @@ from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, sample_seed
 from megatron_dcpo.rollout.sessions import AskedCall, Planned, Session, SessionLimits, failed
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.brought import HASH_SEED, OWN_ROLLOUT
 from megatron_dcpo.runtime.text import printable
-from megatron_dcpo.types import HASH_SEED, OWN_ROLLOUT, Prompt, Response, ResponseKey
+from megatron_dcpo.types import Prompt, Response, ResponseKey
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class AgentOptions:
 
 
 def options_of(
-    rollout: RolloutConfig | EngineConfig,
+    rollout: AgentsConfig,
     sequence_tokens: int,
     marker: str,
     prompts: Iterable[Prompt],
@@ -504,12 +503,3 @@ class AgentHost:
         with suppress(OSError):  # it has ended: its sessions are lost
             self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
             self._process.stdin.flush()
-
-
-def check_error_rate(failures: int, sessions: int, largest: float, what: str) -> None:
-    """Raise :class:`UserError` if more than the share ``largest`` of ``sessions`` has failed."""
-    if failures > math.floor(largest * sessions + 1e-9):
-        raise UserError(
-            f"{failures} of {sessions} sessions ({what}) have failed, more than "
-            f"rollout.max_error_rate={largest:g}; the warning above says why"
-        )

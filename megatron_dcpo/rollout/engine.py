@@ -1,41 +1,18 @@
-"""What an engine is: it samples responses, and it takes new weights piece by piece. Which one
-``auto`` means here; and random numbers of one sample, the same for any batching, resumption or
-split over ranks.
-"""
+"""What an engine is: it samples responses, and it takes new weights piece by piece."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from megatron_dcpo.architectures.config_json import (
-    Architecture,
-    check_model_dir,
-    is_known,
-    read_architecture,
-)
-from megatron_dcpo.architectures.keys import check_unquantized
-from megatron_dcpo.errors import UserError, pip_install
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.arrivals import Arrivals
-from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, digest_of
-from megatron_dcpo.runtime.device import capabilities
-from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.rollout.sampling import Samples, SamplingConfig
 from megatron_dcpo.types import Prompt, Response, ResponseKey
-from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
-
-# removed after vLLM 0.23
-_NOT_IN_VLLM = ("dots1",)
-# run by transformers' modules, whose gate_up_proj takes no gate_proj and up_proj
-_FUSED_IN_VLLM = ("glm",)
-# no released model of it does
-_NOT_TIED_IN_VLLM = ("glm4_moe",)
 
 
 @dataclass(frozen=True)
@@ -156,79 +133,6 @@ class Engine(Protocol):
         ...
 
 
-def check_sampled_model(model_dir: str | Path) -> int:
-    """Return the number of embeddings of a model that is sampled and not trained. Raises
-    :class:`UserError` if it is not the model that its ``config.json`` describes, as far as this is
-    known: an architecture that only transformers has is trusted to it.
-    """
-    check_model_dir(model_dir)
-    path = Path(model_dir) / "config.json"
-    config = read_json_object(path)
-    check_unquantized(config, str(path))
-    if is_known(config):
-        arch = read_architecture(model_dir)
-        HFReader(model_dir, arch).check(arch)
-        return arch.vocab_size
-    size = config.get("vocab_size")
-    if size is None and isinstance(config.get("text_config"), dict):
-        size = config["text_config"].get("vocab_size")
-    if type(size) is not int:
-        raise UserError(f"{path}: vocab_size must be a count, not {size!r:.40}")
-    return size
-
-
-logger = logging.getLogger(__name__)
-
-
-def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
-    """Return the engine's name: ``auto`` takes vLLM on a GPU if it is installed and can run the
-    model, and says so when it cannot. Without a GPU transformers samples as fast, starts sooner and
-    takes less memory (docs/engines.md).
-
-    Raises :class:`UserError` when vLLM is asked for and cannot be used.
-    """
-    if choice == "transformers" or (choice == "auto" and not capabilities().separate_memory):
-        return "transformers"
-    reason = (
-        f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: make setup-engine)"
-    )
-    if find_spec("vllm") is not None:
-        try:
-            reason = unsupported(read_architecture(model_dir))
-        except UserError as error:  # a model of another kind, which transformers may know
-            reason = str(error)
-    if not reason:
-        return "vllm"
-    if choice == "vllm":
-        raise UserError(
-            f"the vLLM engine cannot be used: {reason}; take the transformers engine instead"
-        )
-    logger.info("engine auto: transformers, because %s", reason)
-    return "transformers"
-
-
-def unsupported(arch: Architecture) -> str:
-    """Return why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM,
-    which takes seconds.
-    """
-    if arch.name in _NOT_IN_VLLM:
-        return f"vLLM has no {arch.name} any more"
-    if arch.name in _FUSED_IN_VLLM:
-        return f"vLLM runs {arch.name} by a module that takes no update of gate or up alone"
-    if arch.name in _NOT_TIED_IN_VLLM and arch.tied_embeddings:
-        return f"vLLM does not tie the embeddings of {arch.name}"
-    multiple = capabilities().expert_hidden_multiple
-    if arch.num_experts and arch.hidden_size % multiple:
-        return (
-            f"vLLM's experts need a hidden_size that is a multiple of {multiple} (it is "
-            f"{arch.hidden_size})"
-        )
-    sizes = capabilities().attention_head_sizes
-    if sizes is not None and arch.kv_channels not in sizes:
-        return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"
-    return ""
-
-
 def append_segment(begun: Response | None, new: Response) -> Response:
     """Return ``new`` appended to the tokens that were there before."""
     if begun is None:
@@ -243,22 +147,3 @@ def append_segment(begun: Response | None, new: Response) -> Response:
             part for part in (*before, (new.weights_version, len(new.token_ids))) if part[1]
         ),
     )
-
-
-def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """Return float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins
-    with the same ones.
-    """
-    key = np.frombuffer(digest_of(16, seed, step, prompt_id, sample_index), np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
-def request_seed(seed: int, step: int, prompt_id: str, index: int, begun: int = 0) -> int:
-    """Return a seed of 62 bits, for an engine that draws its own numbers, another seed after
-    ``begun`` tokens.
-    """
-    if begun:
-        digest = digest_of(8, seed, step, prompt_id, index, begun)
-    else:
-        digest = digest_of(8, seed, step, prompt_id, index)
-    return int.from_bytes(digest, "little") >> 2

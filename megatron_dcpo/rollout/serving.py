@@ -22,7 +22,8 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.config.field_types import LOCAL
 from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.vllm_host import cache_bytes
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head, host_memory_available
 from megatron_dcpo.runtime.dtypes import dtype_name
@@ -100,7 +101,7 @@ def _memory(config: Config, engines: int, longest: int) -> dict[str, Any]:
         return options
     options["kv-cache-memory-bytes"] = cache_bytes(
         arch=read_architecture(config.model.path),
-        options=VllmOptions(
+        options=EngineOptions(
             dtype=config.model.params_dtype,
             tensor_model_parallel_size=rollout.tensor_model_parallel_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,

@@ -31,8 +31,8 @@ from megatron_dcpo.rollout.engine import (
     SamplingConfig,
     SlotSteps,
     append_segment,
-    uniforms,
 )
+from megatron_dcpo.rollout.random_numbers import uniforms
 from megatron_dcpo.rollout.routing import ExpertRecorder, RecordedExperts
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging

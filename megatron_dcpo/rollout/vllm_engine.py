@@ -35,13 +35,13 @@ from megatron_dcpo.rollout.engine import (
     SamplingConfig,
     SlotSteps,
     append_segment,
-    choose_engine,
-    request_seed,
 )
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.local_engine import choose_engine
+from megatron_dcpo.rollout.random_numbers import request_seed
 from megatron_dcpo.rollout.routing import completed_experts, every_rank_returns_experts
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.rollout.vllm_host import (
-    VllmOptions,
     cache_bytes,
     check_release,
     known_arguments,
@@ -82,7 +82,7 @@ class VllmEngine(Engine):
     Raises :class:`UserError` when vLLM cannot be imported or cannot run the model.
     """
 
-    def __init__(self, model_dir: str | Path, options: VllmOptions) -> None:
+    def __init__(self, model_dir: str | Path, options: EngineOptions) -> None:
         self.model_dir = Path(model_dir)
         self.options = options
         self.arch = read_architecture(model_dir)

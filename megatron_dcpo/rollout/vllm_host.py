@@ -8,7 +8,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config.rules import check_passed_on
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.runtime.device import (
     capabilities,
     device_name,
@@ -30,46 +31,6 @@ from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.table import engine_weight_bytes, kv_bytes_per_token
 
 _BLOCK = 128  # tokens; vLLM's largest block on the CPU
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """The options of a vLLM engine.
-
-    head_dtype: that of ``model.head_dtype``.
-    max_model_len: 0 leaves it to vLLM.
-    responses: the number requested at a time, if it is known; if it is less than ``max_num_seqs``,
-        the engine has as many slots.
-    dummy_weights: whether to start with random weights; the first update brings the real ones.
-    raw_logprobs: whether the engine reports log-probs of the raw logits, which is fixed for its
-        life (see ``engine.SamplingConfig``).
-    record_experts: whether responses have ``experts``.
-    arguments: other engine arguments of vLLM, by name.
-    """
-
-    dtype: str = "bf16"
-    head_dtype: str = "auto"
-    tensor_model_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.6
-    max_model_len: int = 0
-    max_num_seqs: int = 512
-    responses: int = 0
-    sleep: bool = True
-    raw_logprobs: bool = False
-    record_experts: bool = False
-    dummy_weights: bool = False
-    seed: int = 0
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def quantization(self) -> str | None:
-        """Return vLLM's name of what it quantizes the weights to when it loads them, if it does."""
-        return self.arguments.get("quantization") or None
-
-    @property
-    def at_once(self) -> int:
-        """Return how many responses the engine samples at once."""
-        return min(self.max_num_seqs, self.responses or self.max_num_seqs)
 
 
 # What an option of ours decides, or the way the weights come.
@@ -144,7 +105,7 @@ def known_arguments() -> set[str] | None:
     return {field.name for field in fields(EngineArgs)}
 
 
-def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
+def cache_bytes(arch: Architecture, options: EngineOptions, available: int, ranks: int) -> int:
     """Return the bytes of the cache of an engine that shares its host's memory: the need of the
     longest requests that it runs at once, but at most its part of the ``available`` bytes. On a
     separate device 0 is returned, which leaves the size to vLLM.

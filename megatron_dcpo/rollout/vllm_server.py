@@ -37,8 +37,8 @@ from megatron_dcpo.rollout.engine import (
     PartialRollout,
     Samples,
     SamplingConfig,
-    request_seed,
 )
+from megatron_dcpo.rollout.random_numbers import request_seed
 from megatron_dcpo.rollout.server_link import RETURN_SECONDS, ServerLink
 from megatron_dcpo.rollout.server_tensors import (
     connection,
@@ -117,31 +117,12 @@ class ServerEngine(Engine):
         """
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
-        if sampling.raw_logprobs or sampling.top_logprobs:
-            raise ValueError(
-                "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
-            )
-        self.server.check_version(self.weights_version)
-        withdraw = threading.Event()
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
-            done: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
-            for sample in samples:
-                request = pool.submit(self._sample, sample, sampling, step, withdraw)
-                request.add_done_callback(done.put)
-            left = len(samples)
-            try:
-                while left:
-                    first = _next(done)
-                    others = [done.get() for _ in range(done.qsize())]
-                    responses = [request.result() for request in (first, *others)]
-                    left -= len(responses)
-                    # a server that was started again in between has other weights
-                    self.server.check_version(self.weights_version)
-                    yield responses
-            except BaseException:
-                withdraw.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        arrivals = Arrivals()
+        arrivals.put(*(Call(prompt, index, sampling.max_tokens) for prompt, index in samples))
+        arrivals.close()
+        for responses in self.serve(arrivals, sampling, step):
+            if responses:
+                yield responses
 
     def serve(
         self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
@@ -368,17 +349,6 @@ def _cut_at_text(response: Response, call: Call) -> Response:
                 finish_reason="stop",
             )
     return response
-
-
-def _next(done: queue.SimpleQueue[Future[Response]]) -> Future[Response]:
-    """Wait for the next request that is done. Raises :class:`RolloutAbandoned` soon after a
-    signal.
-    """
-    while True:
-        if stop_requested():
-            raise RolloutAbandoned
-        with suppress(queue.Empty):
-            return done.get(timeout=_LOOK_SECONDS)
 
 
 def _at_the_same_time(act: Callable[[T], object], servers: Sequence[T]) -> None:

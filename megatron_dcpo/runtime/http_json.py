@@ -1,6 +1,7 @@
 """Send JSON over HTTP with retries, for every server that this package uses. Imports no torch.
 
 A server may answer with anything, at any speed: what is read of it, and for how long, is bounded.
+All requests of a process run in one event loop, in a thread, and share its connections.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import asyncio
 import functools
 import json
 import logging
+import os
 import random
 import re
 import socket
 import ssl
 import threading
+import urllib.request
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 
 import httpx2
@@ -39,6 +43,8 @@ _MOST_WORDS = 16 << 10  # bytes of it that are read
 _WORDS_SECONDS = 10  # in which they are read
 _LOST_SECONDS = 120  # without an answer of the host's kernel
 _LOOK_SECONDS = 0.5  # between two looks at whether the reply is still wanted
+# An idle connection is kept for a shorter time than servers keep theirs (vLLM: 5 s).
+_IDLE_SECONDS = 2.0
 
 
 def without_password(url: str) -> str:
@@ -160,7 +166,8 @@ class JsonClient:
         """Return the parsed reply to one request. Raises HTTPStatusError, with our text, for any
         status but 2xx, TimeoutError after ``timeout`` seconds.
         """
-        text = asyncio.run(_in_time(self._exchange(path, body), timeout, stop))
+        exchange = _in_time(self._exchange(path, body), timeout, stop)
+        text = _network().result_of(exchange)
         if not text.strip():
             return {}
         return parse_json(text)
@@ -175,16 +182,9 @@ class JsonClient:
         if body is not None:
             method = "POST"
             content = json.dumps(body).encode()
-        async with (
-            httpx2.AsyncClient(
-                verify=_trusted(),
-                timeout=None,  # the whole exchange has a limit
-                headers=headers,
-                trust_env=self.through_proxy,
-                transport=None if self.through_proxy else _watched(),
-            ) as client,
-            client.stream(method, self.url.rstrip("/") + path, content=content) as reply,
-        ):
+        client = _network().client(self.through_proxy)
+        address = self.url.rstrip("/") + path
+        async with client.stream(method, address, headers=headers, content=content) as reply:
             if not reply.is_success:
                 words = await self._refusal(path, reply)
                 raise httpx2.HTTPStatusError(words, request=reply.request, response=reply)
@@ -243,7 +243,64 @@ async def _in_time(exchange: Coroutine[Any, Any, T], seconds: float, stop: threa
     return task.result()
 
 
-def _watched() -> httpx2.AsyncHTTPTransport:
+class _Network:
+    """An event loop in a thread of this process, and its clients, which keep connections."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._clients: dict[object, httpx2.AsyncClient] = {}
+        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+
+    def result_of(self, exchange: Coroutine[Any, Any, T]) -> T:
+        """Return the result of an exchange, which is cancelled when the caller is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def client(self, through_proxy: bool) -> httpx2.AsyncClient:
+        """Return the client for servers behind the proxies of the environment, as they are now, or
+        for those that are reached directly.
+        """
+        proxies = tuple(sorted(urllib.request.getproxies().items())) if through_proxy else None
+        if proxies not in self._clients:
+            limits = httpx2.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS)
+            self._clients[proxies] = httpx2.AsyncClient(
+                verify=_trusted(),
+                timeout=None,  # the whole exchange has a limit
+                limits=limits,
+                trust_env=through_proxy,
+                transport=None if through_proxy else _watched(limits),
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # keeps none
+            )
+        return self._clients[proxies]
+
+
+_lock = threading.Lock()
+_networks: list[_Network] = []  # one, of this process
+
+
+def _network() -> _Network:
+    """Return the network of this process; a fork begins with none."""
+    with _lock:
+        if not _networks or _networks[0].process != os.getpid():
+            _networks[:] = [_Network()]
+        return _networks[0]
+
+
+def _new_lock() -> None:
+    """Replace a lock that a thread of the parent may have held when this process was forked."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def _watched(limits: httpx2.Limits) -> httpx2.AsyncHTTPTransport:
     """Return a transport whose idle connections are probed by the kernel."""
     options = [
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -251,7 +308,9 @@ def _watched() -> httpx2.AsyncHTTPTransport:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_SECONDS),
     ]
-    return httpx2.AsyncHTTPTransport(verify=_trusted(), trust_env=False, socket_options=options)
+    return httpx2.AsyncHTTPTransport(
+        verify=_trusted(), trust_env=False, limits=limits, socket_options=options
+    )
 
 
 @functools.cache

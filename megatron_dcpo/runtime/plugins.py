@@ -1,4 +1,6 @@
-"""Load what a user names by import path: ``file.py:name`` or ``package.module:name``."""
+"""Load what is named by import path: a user's object, ``file.py:name`` or ``package.module:name``,
+or a part of this package that only some configurations need.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +54,17 @@ def load_object(path: str, option: str) -> Any:  # noqa: ANN401 - an object of t
         known = [known for known in vars(module) if not known.startswith("_")]
         raise UserError(f"{option}={path}: {source} has no {name!r}{did_you_mean(name, known)}")
     return getattr(module, name)
+
+
+def load_part(path: str) -> Any:  # noqa: ANN401 - the caller says what it is
+    """Return the object of this package that ``path`` (``megatron_dcpo.module:name``) names, and
+    import its module if that has not been done.
+
+    A registry of such paths keeps a caller from importing what its configuration does not use.
+    ``tests/house/test_layers.py`` looks at them as at imports.
+    """
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def source_digest(path: str, option: str) -> str:

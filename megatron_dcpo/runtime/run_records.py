@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron_dcpo.errors import UserError
@@ -18,6 +19,8 @@ from megatron_dcpo.runtime.text import read_json_object
 CONFIG = "config.yaml"
 RUN = "run.json"
 WARNINGS = "warnings.jsonl"
+ADAPTER = "adapter"  # the directory of the adapter that is trained
+_RECENT = 10  # steps whose median time predicts the remaining ones
 
 
 def read_launches(directory: Path) -> list[dict[str, Any]]:
@@ -73,3 +76,13 @@ def read_warnings(directory: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             continue
     return found
+
+
+def seconds_left(rows: Sequence[Mapping[str, Any]], steps: int) -> float | None:
+    """Return how long the remaining ``steps`` will take, from the median of the last steps; None if
+    none was timed.
+    """
+    recent = [row["time/step"] for row in rows if row.get("time/step")][-_RECENT:]
+    if not recent:
+        return None
+    return steps * float(median(recent))

@@ -21,8 +21,8 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox import cgroup
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import (
-    CodeLimits,
     Ending,
     Level,
     Role,

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox import bubblewrap
+from megatron_dcpo.sandbox.limits import GRACE_SECONDS, CodeLimits
 
 Level = Literal["bubblewrap", "landlock", "unsafe"]
 Role = Literal["program", "checker"]
@@ -51,7 +52,6 @@ _SOURCES = (
     "fork_server",
 )
 _START_SECONDS = 60.0
-_GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
 
 # The modules of guest/ from their sources in ``order``, where this package is not installed.
 DEFINE_SOURCES = """
@@ -89,42 +89,6 @@ sys.path.extend(order["path"])
 del pipe, data, chunk, order, source
 sys.modules["megatron_dcpo.sandbox.guest.fork_server"].serve(settings)
 """
-
-
-@dataclass(frozen=True)
-class CodeLimits:
-    """What one program may use. ``test_seconds`` and ``program_seconds`` are the wall time of one
-    test and of all tests of a program. ``memory_mb`` is address space per process and resident
-    memory of all its processes together; ``output_mb`` bounds stdout, a file, and a returned value;
-    ``scratch_mb`` its /tmp; ``processes`` includes threads.
-    """
-
-    test_seconds: float = 6.0
-    program_seconds: float = 60.0
-    memory_mb: int = 1024
-    output_mb: int = 16
-    scratch_mb: int = 64
-    processes: int = 32
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise UserError(f"{name} is {value}: it must be positive")
-        if self.memory_mb < 128:
-            raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
-
-    def message(self) -> dict[str, Any]:
-        """Return the limits as the server wants them."""
-        return {
-            "test_seconds": self.test_seconds,
-            "program_seconds": self.program_seconds + _GRACE_SECONDS,
-            "cpu_seconds": int(self.program_seconds) + 1,
-            "memory_bytes": self.memory_mb << 20,
-            "checker_bytes": max(2048, 2 * self.memory_mb) << 20,
-            "output_bytes": self.output_mb << 20,
-            "scratch_bytes": self.scratch_mb << 20,
-            "processes": self.processes,
-        }
 
 
 class SandboxDied(Exception):
@@ -239,7 +203,7 @@ def start_run(channel: socket.socket, wall: float, *pipes: int, group: int | Non
         raise SandboxDied(str(error)) from None
 
 
-def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> Ending:
+def end_of_run(channel: socket.socket, seconds: float, grace: float = GRACE_SECONDS) -> Ending:
     """Wait for the end of the run that was started. Raises SandboxDied; without ``grace``,
     TimeoutError.
     """
@@ -247,7 +211,7 @@ def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SEC
 
 
 def message_of_run(
-    channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS
+    channel: socket.socket, seconds: float, grace: float = GRACE_SECONDS
 ) -> dict[str, Any]:
     """Return the message at the end of a run: how it ended or, from tests, their verdict."""
     try:

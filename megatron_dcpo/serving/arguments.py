@@ -16,13 +16,6 @@ def add_scoring_arguments(parser: argparse.ArgumentParser) -> None:
         help="predictor of dcpo calibrate (.npz); without one the confidence is the stated one",
     )
     parser.add_argument(
-        "--adapter",
-        default="",
-        metavar="NAME",
-        help="read the confidence out of an adapter of dcpo calibrate --kind adapter, which the "
-        "server offers under this name",
-    )
-    parser.add_argument(
         "--accept-mismatch",
         action="store_true",
         help="apply the predictor to any model, prompt and sampling, fitted or not",

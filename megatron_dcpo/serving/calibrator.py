@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn
-from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, reads_states, task_column
+from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, task_column
 
 # the names under which an upstream knows each of its models
 Names = Mapping[str, Sequence[str]]
@@ -119,11 +119,6 @@ def load_calibrator(path: str | Path, accept_mismatch: bool = False) -> Calibrat
     answer, and for one that does not say what it was fitted on, unless mismatches are accepted.
     """
     predictor = Posthoc.load(path)
-    if reads_states(predictor.source):
-        raise UserError(
-            f"{path}: it reads the model's states, which no server sends; fit another one, for "
-            "instance dcpo calibrate --features task"
-        )
     if predictor.source in _NEEDS_OTHERS:
         raise UserError(
             f"{path}: it reads {predictor.source}, which a single answer does not have; fit "

@@ -128,35 +128,28 @@ class ConfidenceMiddleware:
         """Send a request on and its answer back; return the status. A request that is refused only
         because log-probs were asked for is sent again as the client made it.
         """
-        answer = ServedAnswer(self.service, asked, self._score(asked, scope), send)
+        answer = ServedAnswer(self.service, asked, self._score(asked), send)
         await answer.of(self.app, scope, receive)
         if answer.refused is None:
             return answer.status
         reason = f"no_logprobs: the upstream refuses log-probs ({answer.why_refused})"
         plain_asked = asked.without_logprobs(reason)
-        plain = ServedAnswer(self.service, plain_asked, self._score(plain_asked, scope), send)
+        plain = ServedAnswer(self.service, plain_asked, self._score(plain_asked), send)
         await plain.of(self.app, scope, receive)
         if plain.status == 200:
             self.service.refusals.remember(asked, reason)
         return plain.status
 
-    def _score(self, asked: Asked, scope: Message) -> Score:
-        """Return how the choices of a request are scored: by what they hold, or by an adapter,
-        which the application is asked for.
-        """
+    def _score(self, asked: Asked) -> Score:
+        """Return how the choices of a request are scored."""
         scorer = self.service.scorer
-        reader = self.service.reader
 
-        async def score(choice: dict[str, Any], index: int, unreadable: str) -> Scored:
+        async def score(choice: dict[str, Any], unreadable: str) -> Scored:
             if unreadable:
                 return scorer.unread(asked, choice, unreadable)
             if _row_count(choice) > _MANY_ROWS:
-                scored = await asyncio.to_thread(scorer.score, asked, choice)
-            else:
-                scored = scorer.score(asked, choice)
-            if reader is None:
-                return scored
-            return await reader.score(asked, choice, index, scored, self.app, scope)
+                return await asyncio.to_thread(scorer.score, asked, choice)
+            return scorer.score(asked, choice)
 
         return score
 

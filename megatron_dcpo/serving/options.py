@@ -13,7 +13,6 @@ from prometheus_client import REGISTRY
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.served_models import ModelRow
-from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.arguments import add_scoring_arguments
 from megatron_dcpo.serving.calibrator import Calibrator, Names, load_calibrator
 from megatron_dcpo.serving.limits import ServeLimits
@@ -31,11 +30,6 @@ def scorer_of(args: argparse.Namespace) -> Scorer:
     """Return the scorer for parsed options. Raises :class:`UserError` for what does not go
     together.
     """
-    if args.adapter and (args.calibrator or args.abstain_above is not None):
-        raise UserError(
-            "--adapter goes with neither --calibrator nor --abstain-above: its confidence is the "
-            "answer, and no held-out answers say its risk"
-        )
     calibrator = None
     if args.calibrator:
         calibrator = load_calibrator(args.calibrator, args.accept_mismatch)
@@ -100,9 +94,6 @@ def service_from_environment() -> Service:
     add_scoring_arguments(parser)
     args = parser.parse_args(shlex.split(os.environ.get(ENVIRONMENT, "")))
     scorer = scorer_of(args)
-    reader = None
-    if args.adapter:
-        reader = AdapterReader(args.adapter, base="", marker=scorer.marker)
     # how many requests it takes at a time is the server's affair
     limits = ServeLimits(concurrent=_NO_LIMIT, held_bytes=_NO_LIMIT)
-    return build_service(scorer, REGISTRY, reader=reader, is_proxy=False, limits=limits)
+    return build_service(scorer, REGISTRY, is_proxy=False, limits=limits)

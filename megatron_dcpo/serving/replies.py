@@ -14,8 +14,8 @@ from megatron_dcpo.serving.hiding import hide_logprobs
 from megatron_dcpo.serving.limits import LONGEST_ID, ServeLimits
 from megatron_dcpo.serving.scorer import FIELDS, Scored, Scorer
 
-# returns the confidence of a choice, given its index and what of it could not be read
-Score = Callable[[dict[str, Any], int, str], Awaitable[Scored]]
+# returns the confidence of a choice, given what of it could not be read
+Score = Callable[[dict[str, Any], str], Awaitable[Scored]]
 # is told the id of a response, the index of a choice and its confidence
 Told = Callable[[str, int, Scored], None]
 
@@ -56,9 +56,8 @@ async def scored_reply(content: bytes, scoring: Scoring) -> bytes:
     for position, choice in enumerate(choices):
         if isinstance(choice, dict):
             index = index_of(choice, position)
-            scored = await scoring.score(
-                choice, index, ERROR_WITH_ANSWER if reply.get("error") else ""
-            )
+            unreadable = ERROR_WITH_ANSWER if reply.get("error") else ""
+            scored = await scoring.score(choice, unreadable)
             _show(choice, scoring, scored)
             scoring.told(answer_id(reply), index, scored)
     hide_logprobs(reply, scoring.asked)

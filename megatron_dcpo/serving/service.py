@@ -17,7 +17,6 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route, Router
 
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.asking import read_body
 from megatron_dcpo.serving.calibrator import PLAIN, Calibrator, Names
 from megatron_dcpo.serving.ending import Shutdown
@@ -39,10 +38,10 @@ _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 @dataclass(frozen=True)
 class Service:
     """``paths`` are those that ``pages`` answers; all others are the application's. ``names`` are
-    those of the upstream's models. ``reader`` asks an adapter for the confidences.
-    ``refusals`` knows with which requests the upstream refuses log-probs. ``gate`` lets as many
-    requests through as ``limits`` say, ``ending`` ends them when the server does. ``is_proxy`` is
-    false inside another server, which reads the bodies for other paths itself.
+    those of the upstream's models. ``refusals`` knows with which requests the upstream refuses
+    log-probs. ``gate`` lets as many requests through as ``limits`` say, ``ending`` ends them when
+    the server does. ``is_proxy`` is false inside another server, which reads the bodies for other
+    paths itself.
     """
 
     scorer: Scorer
@@ -51,7 +50,6 @@ class Service:
     pages: Router
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
-    reader: AdapterReader | None = None
     limits: ServeLimits = field(default_factory=ServeLimits)
     gate: Gate = field(default_factory=lambda: Gate(ServeLimits()))
     refusals: Refusals = field(default_factory=Refusals)
@@ -63,7 +61,6 @@ def build_service(
     scorer: Scorer,
     registry: CollectorRegistry,
     names: Names | None = None,
-    reader: AdapterReader | None = None,
     is_proxy: bool = True,
     limits: ServeLimits | None = None,
     example: str = "",
@@ -92,7 +89,6 @@ def build_service(
         pages=Router(routes),
         paths=frozenset(route.path for route in routes),
         names=names or {},
-        reader=reader,
         limits=limits,
         gate=Gate(limits),
         is_proxy=is_proxy,
@@ -176,7 +172,7 @@ def _asked_as_fitted(calibrator: Calibrator | None) -> dict[str, object]:
         "instruction": "",
         "column": "",
         "kinds": [],
-        "source": "an adapter of the model",
+        "source": "the model, which states it",
     }
     if calibrator is None:
         return asked

@@ -236,7 +236,7 @@ class Stream:
         """Put the confidence of a choice into its last chunk."""
         choice = self.choices[index]
         unreadable = self.unreadable or choice.why_not_whole()
-        scored = await self.scoring.score(choice.whole(), index, unreadable)
+        scored = await self.scoring.score(choice.whole(), unreadable)
         choice.finish(chunk["choices"][0], scored)
         self.scoring.told(answer_id(chunk), index, scored)
 

@@ -16,12 +16,12 @@ from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.data.files import is_here, is_hub_name
-from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
-from megatron_dcpo.evaluation.held_out import load_held_out
+from megatron_dcpo.evaluation.held_out import benchmark_names, check_keep_best, load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method, resolve
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import hub
+from megatron_dcpo.runtime.brought import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -33,7 +33,6 @@ from megatron_dcpo.training.preflight import (
 from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
 from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
 from megatron_dcpo.training.warnings import too_few
-from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_dcpo.rollout.engine import (
     Engine,
@@ -27,6 +28,16 @@ from megatron_dcpo.types import Response
 
 # samples, sampling, step -> responses as they are finished
 Stream = Callable[[Samples, SamplingConfig, int], Generator[list[Response], None, None]]
+
+
+class Agents(Protocol):
+    """What makes the responses where a run has ``rollout.agent``, beside this rank's engine."""
+
+    stream: Stream
+
+    def close(self) -> None:
+        """End the processes of the agents."""
+        ...
 
 
 @dataclass(frozen=True)

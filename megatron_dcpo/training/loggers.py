@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from megatron_dcpo.config import RunConfig, as_dict, flat
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
+from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object, load_part
 from megatron_dcpo.runtime.text import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -129,12 +129,8 @@ def _write_report(directory: Path) -> None:
     """Write ``report.html`` of the run for the loggers that keep it. A failure here does not end
     the run.
     """
-    from megatron_dcpo.evaluation.report import write_report
-    from megatron_dcpo.evaluation.runs import find_runs
-
     try:
-        runs = find_runs([str(directory)])
-        write_report(runs, directory / "report.html", directory.absolute().name, [])
+        load_part("megatron_dcpo.evaluation.report:write_report_of_run")(directory)
     except Exception as error:
         logger.warning(
             "no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200)

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.function_verifier import VerifierFailed
+from megatron_dcpo.judging.verdicts import VerifierFailed
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.device import profile
@@ -44,7 +45,9 @@ def train(config: Config) -> None:
     config = provenance.with_model_here(config)
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
         signals.begin_saving()
-        provenance.prepare(run.directory, config, run.policy.topology.rank)
+        provenance.prepare(
+            run.directory, config, run.policy.topology.rank, options_without_effect(config)
+        )
         done = run.checkpointer.resume()
         _restore_validations(run, done)
         with run.recorder.from_step(done + 1):
@@ -177,7 +180,7 @@ def _validate(run: Run, step: int) -> dict[str, float]:
     validation = with_restarts(run, validator.validate, version=step)
     if validation is None:
         return {}
-    run.recorder.write_validation(step, validation.samples)
+    run.recorder.write_validation(step, validation.write)
     is_best = run.selection.add(step, validation.metrics)
     if is_best:
         run.checkpointer.keep(step, run.selection.metric, run.selection.value(step))

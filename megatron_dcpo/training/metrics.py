@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_dcpo.calibration import abstention_rates, summarize
 from megatron_dcpo.calibration.summary import OF_CONFIDENCE
+from megatron_dcpo.data.problem_kinds import kinds_of
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.kinds import kinds_of
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.batching import sequence_length

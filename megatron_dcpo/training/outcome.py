@@ -7,7 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_dcpo.evaluation.card import write_card
 from megatron_dcpo.evaluation.runs import how_to_evaluate
+from megatron_dcpo.runtime.run_records import ADAPTER
 from megatron_dcpo.training.progress import validation_line
 from megatron_dcpo.training.records import logged_rows
 
@@ -56,3 +58,10 @@ def _changes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         span = f"the first and the last {steps} steps" if steps > 1 else "the first and last step"
         lines.append(f"{title}, {span}: {first:.3f}, {last:.3f}")
     return lines
+
+
+def write_cards(run_dir: Path) -> None:
+    """Write a model card beside the trained policy, and beside its adapter if it has one."""
+    for name in ("policy", ADAPTER):
+        if (run_dir / name).is_dir():
+            write_card(run_dir, run_dir / name)

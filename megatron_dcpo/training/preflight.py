@@ -12,15 +12,15 @@ from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.held_out import HeldOut
-from megatron_dcpo.evaluation.problems import named_sources
+from megatron_dcpo.judging.sources import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.runtime.plugins import load_part
+from megatron_dcpo.training.validation import HeldOutProblems
 from megatron_dcpo.types import Prompt
-from megatron_dcpo.weights.adapter_shape import check_adaptable
 from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
@@ -49,11 +49,10 @@ def check_pass_through(config: Config) -> None:
         check_verifier(source.verifier or config.judging.verifier)
     check_names_of_megatron(config)
     if config.rollout.vllm:
-        from megatron_dcpo.rollout.vllm_host import check_engine_arguments, check_fp8_device
-
-        check_engine_arguments(config.rollout.vllm)
+        load_part("megatron_dcpo.rollout.vllm_host:check_engine_arguments")(config.rollout.vllm)
         if config.rollout.engine != "server":  # which has devices of its own
-            check_fp8_device(config.rollout.quantization)
+            check_device = load_part("megatron_dcpo.rollout.vllm_host:check_fp8_device")
+            check_device(config.rollout.quantization)
 
 
 def check_names_of_megatron(config: RunConfig) -> None:
@@ -82,7 +81,7 @@ def check_architecture(config: RunConfig) -> Architecture:
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
     if config.model.adapter is not None:
-        check_adaptable(arch)
+        load_part("megatron_dcpo.weights.adapter_shape:check_adaptable")(arch)
     rules.check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     return arch
 
@@ -97,7 +96,10 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
 
 
 def check_lengths(
-    config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None
+    config: Config,
+    arch: Architecture,
+    sources: Sequence[LoadedSource],
+    held_out: HeldOutProblems | None,
 ) -> int:
     """Return the length of the longest prompt that is trained on. Raise :class:`UserError` when a
     prompt and a response are more than the model has positions, in training or in the validation.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.evaluation.run_description import seconds_left
+from megatron_dcpo.runtime.run_records import seconds_left
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ from omegaconf import OmegaConf
 from megatron_dcpo import __version__
 from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import RunConfig, flat, to_yaml
-from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
@@ -188,9 +187,10 @@ def license_of(model: Path) -> dict[str, str]:
     return {key: metadata[key] for key in keys if isinstance(metadata.get(key), str)}
 
 
-def prepare(directory: Path, config: RunConfig, rank: int) -> None:
+def prepare(directory: Path, config: RunConfig, rank: int, without_effect: Sequence[str]) -> None:
     """Check what ``directory`` holds before anything is written there: a run to continue, or one to
-    move aside. Collective; raises :class:`UserError` on every rank.
+    move aside. Lines on options ``without_effect`` are logged. Collective; raises
+    :class:`UserError` on every rank.
     """
     refused = None
     if rank == 0:
@@ -198,7 +198,7 @@ def prepare(directory: Path, config: RunConfig, rank: int) -> None:
             _prepare(directory, config)
         except (UserError, OSError) as error:
             refused = str(error)
-        for line in options_without_effect(config):
+        for line in without_effect:
             logger.warning("%s", line)
     refused = broadcast_object(refused)
     if refused is not None:

@@ -19,13 +19,9 @@ from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.config import Config
-from megatron_dcpo.evaluation.problems import named_sources
-from megatron_dcpo.evaluation.samples import Sample, write_samples
+from megatron_dcpo.judging.sources import named_sources
 from megatron_dcpo.objectives import find_method
-from megatron_dcpo.planning.machine import Machine
-from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology, broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.watchdog import Timers
@@ -78,7 +74,6 @@ class Recorder(Records):
         self.timers = timers
         self.mismatch_path = directory / "mismatch.jsonl"
         self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
-        self.planned = planned_memory(config, topology.world_size) if self.writes else {}
 
     def warnings_of_the_start(self) -> list[str]:
         """Return what is odd about the run before its first step."""
@@ -154,7 +149,7 @@ class Recorder(Records):
                 refused = why_refused(error)
         self.end_if(refused, step)
 
-    def write_validation(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_validation(self, step: int, write: Callable[[Path], None]) -> None:
         """Write ``evaluation/step_000010.jsonl``, which ``dcpo evaluate --samples`` reads.
 
         A full disk is a warning here; when the records of the step do not fit either, they end the
@@ -165,7 +160,7 @@ class Recorder(Records):
         path = self.directory / "evaluation" / f"step_{step:06d}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
-            write_samples(samples, path)
+            write(path)
         except OSError as refused:
             logger.warning("cannot write %s (%s)", path, refused.strerror)
 
@@ -183,7 +178,6 @@ class Recorder(Records):
         metrics |= step_metrics(samples, statistics, self.timers)
         metrics |= measured
         metrics |= utilization(self.policy, statistics.trained, self.timers)
-        metrics |= self.planned
         metrics |= source_metrics(samples, self.sources)
         metrics |= abstention_metrics(samples, abstains)
         metrics |= routing_mismatch(self.policy.arch, params_dtype, statistics.sums)
@@ -264,14 +258,3 @@ def token_pieces(
         tokens = [token for token, _ in run]
         pieces.append((decode(tokens), block, advantage))
     return pieces
-
-
-def planned_memory(config: Config, gpus: int) -> dict[str, float]:
-    """Return ``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest,
-    next to the measured ``memory/PHASE/device``.
-    """
-    if not capabilities().separate_memory:
-        return {}
-    plan = make_plan(config, Machine(gpus=gpus))
-    peaks = {"train": plan.largest.total, "save": plan.saving_bytes, "rollout": plan.rollout_bytes}
-    return {f"memory/planned/{phase}": peak / 1e9 for phase, peak in peaks.items()}

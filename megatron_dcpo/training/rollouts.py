@@ -18,8 +18,8 @@ import torch
 
 from megatron_dcpo import codec
 from megatron_dcpo.errors import Stopped, UserError
-from megatron_dcpo.judging.function_verifier import VerifierFailed
-from megatron_dcpo.rollout import EngineError
+from megatron_dcpo.judging.verdicts import VerifierFailed
+from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.sampler import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import os
@@ -14,26 +15,24 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config, RunConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.held_out import HeldOut, load_held_out
-from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import Method, build_method
-from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
-from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
-from megatron_dcpo.rollout.agents import AgentRollout, options_of
-from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.vllm_host import VllmOptions
+from megatron_dcpo.policy.optimizer import Offload, Optimizer, PolicyOptimizer, on_host
+from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.local_engine import build_local_engine
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import distributed, hub
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology
-from megatron_dcpo.runtime.host_memory import ledger
+from megatron_dcpo.runtime.host_memory import Movable, ledger
+from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
-from megatron_dcpo.training.generation import Generation, Stream
+from megatron_dcpo.training.generation import Agents, Generation, Stream
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -62,13 +61,20 @@ from megatron_dcpo.training.sources import (
 )
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Callback, Reference, Updater, load_callback
-from megatron_dcpo.training.validation import Validator
+from megatron_dcpo.training.validation import HeldOutProblems, Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Judgement
 from megatron_dcpo.weights.reshard import plan_for
 
 logger = logging.getLogger(__name__)
+
+# parts that some runs need
+_SERVER = "megatron_dcpo.rollout.vllm_server:ServerEngine"
+_ADAPTER = "megatron_dcpo.policy.adapter:build_adapter_optimizer"
+_AGENTS = "megatron_dcpo.training.agent_rollout:build_agent_rollout"
+_HELD_OUT = "megatron_dcpo.evaluation.held_out:load_held_out"
+_VALIDATOR = "megatron_dcpo.training.held_out_validator:HeldOutValidator"
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Inputs:
     callback: Callback | None
     tokenizer: PreTrainedTokenizerBase
     sources: list[LoadedSource]
-    held_out: HeldOut | None
+    held_out: HeldOutProblems | None
     judge: Callable[..., list[Judgement]]  # takes the end tokens of the engine too
 
 
@@ -223,6 +229,18 @@ def read_inputs(config: Config) -> Inputs:
     )
 
 
+def load_held_out(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tokens: TokenBytes, date: datetime.date
+) -> HeldOutProblems | None:
+    """Return the problems that ``evaluation.benchmarks`` holds out; None if nothing is validated.
+    Raises :class:`UserError`.
+    """
+    if not config.evaluation.interval:
+        return None
+    held_out: HeldOutProblems = load_part(_HELD_OUT)(config, tokenizer, tokens, date)
+    return held_out
+
+
 def _check_same_prompts(sources: Sequence[LoadedSource]) -> None:
     """Raise :class:`UserError` on every rank if they have read different prompts. Collective."""
     if len(set(distributed.all_gather_objects(fingerprint_of(sources)))) > 1:
@@ -278,15 +296,7 @@ def build_optimizer(config: RunConfig, policy: Policy) -> Optimizer:
     """
     if config.model.adapter is None:
         return PolicyOptimizer(policy, config)
-    adapter = Adapter(policy, config.model.adapter)
-    if adapter.shape.dropout and policy.topology.rank == 0:
-        logger.warning(
-            "%s was trained with lora_dropout=%g, which is not applied here",
-            config.model.adapter.path,
-            adapter.shape.dropout,
-        )
-    optimizer = AdapterOptimizer(adapter, config)
-    ledger.put("adapter", optimizer.nbytes)
+    optimizer: Optimizer = load_part(_ADAPTER)(config, policy)
     return optimizer
 
 
@@ -303,17 +313,16 @@ def build_reference(config: Config, optimizer: Optimizer) -> Reference:
     """Return what opens the starting policy: a frozen policy without its adapter, or else a second
     policy whose parameters wait on the host.
     """
-    if isinstance(optimizer, AdapterOptimizer):
-        return partial(_opened, optimizer.adapter.policy, optimizer.adapter.inactive)
-    policy = build_policy(config.model, config.parallel, optimizer.policy.topology, training=False)
-    return partial(_opened, policy, on_host(policy).on_device)
+    if optimizer.starting_policy is not None:
+        return optimizer.starting_policy
+    topology = optimizer.exported.topology
+    policy = build_policy(config.model, config.parallel, topology, training=False)
+    return partial(_on_device, policy, on_host(policy))
 
 
 @contextmanager
-def _opened(
-    policy: Policy, opening: Callable[[], AbstractContextManager[None]]
-) -> Iterator[Policy]:
-    with opening():
+def _on_device(policy: Policy, parameters: Movable) -> Iterator[Policy]:
+    with parameters.on_device():
         yield policy
 
 
@@ -342,16 +351,16 @@ def build_updater(
 
 
 # ---------------------------------------------------------------------------- engine and rollouts
-def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
+def build_engine(
+    config: Config, topology: Topology, held_out: HeldOutProblems | None = None
+) -> Engine:
     """Return this rank's engine. Its weights are placeholders until the policy's are handed
     over. Raises :class:`UserError`.
     """
     rollout = config.rollout
     if rollout.engine == "server":
-        from megatron_dcpo.rollout.vllm_server import ServerEngine
-
         exchange = Path(config.run_dir) / "engine_weights"
-        return ServerEngine(
+        server: Engine = load_part(_SERVER)(
             endpoints=rollout.endpoint,
             model_dir=config.model.path,
             exchange=exchange if rollout.weight_transfer == "files" else None,
@@ -359,6 +368,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
             concurrency=rollout.max_num_seqs,
             quantization=rollout.quantization,
         )
+        return server
     size = rollout.tensor_model_parallel_size
     engines = topology.world_size // size
     prompts_of_engine = math.ceil(rollout.oversample * config.data.prompts_per_step / engines)
@@ -369,7 +379,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
     return build_local_engine(
         rollout.engine,
         config.model.path,
-        VllmOptions(
+        EngineOptions(
             dtype=dtype,
             head_dtype=config.model.head_dtype,
             tensor_model_parallel_size=size,
@@ -397,7 +407,7 @@ def longest_of(config: Config) -> int:
     return longest_sequence(config, held_out)
 
 
-def longest_sequence(config: Config, held_out: HeldOut | None) -> int:
+def longest_sequence(config: Config, held_out: HeldOutProblems | None) -> int:
     """Return the tokens of the longest prompt and response that the engine may have to hold.
 
     Raises :class:`UserError` when ``rollout.vllm.max_model_len`` is less than validation needs.
@@ -449,26 +459,19 @@ def build_rollouts(
     return AsyncRollouts(sampler=sampler, timers=timers, last_step=config.training.steps)
 
 
-def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> AgentRollout:
+def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> Agents:
     """Return what runs agents beside this rank's engine."""
-    rollout = config.rollout
-    chat = ChatTokens(
-        tokenizer=inputs.tokenizer,
-        tokens=token_bytes(inputs.tokenizer),
-        eos_ids=tuple(engine.eos_token_ids),
-        thinking=config.data.thinking,
-        date=date_of(config),
-    )
     prompts = [prompt for source in inputs.sources for prompt in source.prompts]
     if inputs.held_out is not None:
         prompts += inputs.held_out.prompts.values()
-    options = options_of(
-        rollout,
-        sequence_tokens=longest_sequence(config, inputs.held_out),
-        marker=config.judging.marker,
+    agents: Agents = load_part(_AGENTS)(
+        config=config,
+        engine=engine,
+        tokenizer=inputs.tokenizer,
         prompts=prompts,
+        sequence_tokens=longest_sequence(config, inputs.held_out),
     )
-    return AgentRollout(engine, chat, options, model=hub.name_of(config.model.path))
+    return agents
 
 
 def build_validator(
@@ -488,7 +491,10 @@ def build_validator(
         watch=watch,
         agents=agents,
     )
-    return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)
+    validator: Validator = load_part(_VALIDATOR)(
+        held_out=inputs.held_out, generation=generation, timers=timers, config=config
+    )
+    return validator
 
 
 # ---------------------------------------------------------------------------- checkpoints

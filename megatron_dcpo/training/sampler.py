@@ -22,10 +22,9 @@ import numpy as np
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.judge import judging_threads
+from megatron_dcpo.judging.verdicts import check_error_rate
 from megatron_dcpo.objectives.method import Method
-from megatron_dcpo.rollout.agents import check_error_rate as check_failures
 from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
@@ -273,7 +272,7 @@ class Sampler:
         groups = [*drawn.finished, *drawn.lost]
         failures = sum(len(group.failed) for group in groups)
         sessions = sum(group.size for group in groups)
-        check_failures(failures, sessions, self.rollout.max_error_rate, f"step {step}")
+        check_failed_sessions(failures, sessions, self.rollout.max_error_rate, f"step {step}")
         return failures / max(sessions, 1)
 
     def _scored(self, group: PromptGroup) -> PromptGroup:
@@ -623,3 +622,12 @@ def _staleness_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str
         "rollout/staleness_mean": float(np.mean(staleness)),
         "rollout/staleness_max": max(staleness),
     }
+
+
+def check_failed_sessions(failures: int, sessions: int, largest: float, what: str) -> None:
+    """Raise :class:`UserError` if more than the share ``largest`` of ``sessions`` has failed."""
+    if failures > math.floor(largest * sessions + 1e-9):
+        raise UserError(
+            f"{failures} of {sessions} sessions ({what}) have failed, more than "
+            f"rollout.max_error_rate={largest:g}; the warning above says why"
+        )

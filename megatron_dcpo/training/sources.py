@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING
 from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
-from megatron_dcpo.data.environments import check_rollouts
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.data.prompts import without_box_request
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.problems import (
-    check_answers,
+from megatron_dcpo.judging.judge import judge_by_task, judge_many
+from megatron_dcpo.judging.sources import (
+    check_rollouts,
     named_sources,
     path_of,
     verifier_of,
     with_answers,
 )
-from megatron_dcpo.judging.function_verifier import with_verdicts
-from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
+from megatron_dcpo.judging.verdicts import with_verdicts
+from megatron_dcpo.judging.verifiers import check_problems, is_users, reads_rows, verifiers
 from megatron_dcpo.training.sampler import Draw
 from megatron_dcpo.types import Judgement, Prompt
 
@@ -61,7 +60,7 @@ def load_sources(
         check_rollouts(rows, config.rollout.agent, template, source.path)
         prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)
-        check_answers(verifier, prompts, source.path)
+        check_problems(verifier, prompts, source.path)
         ranks = None
         if config.data.order:
             ranks = curriculum(prompts, config.data.order, source.path)

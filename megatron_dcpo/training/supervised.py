@@ -7,8 +7,8 @@ of RL, without an engine.
         run.checkpointer.save(step)
         run.records.log(step, statistics, run.validate(step))
 
-An example is one or several :class:`TrainingSample` whose responses nobody sampled and nobody
-judged: a demonstration here, an answer and its confidence for ``dcpo calibrate --kind adapter``.
+An example is a demonstration: a :class:`TrainingSample` whose response nobody sampled and nobody
+judged.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.checkpoints.state import Optimizer
-from megatron_dcpo.config.supervised import SupervisedConfig
+from megatron_dcpo.config.supervised import SupervisedConfig, supervised_without_effect
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.data.prompts import find_template
@@ -40,9 +38,8 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import Offload
-from megatron_dcpo.rollout import load_tokenizer
-from megatron_dcpo.rollout.tokens import check_vocabulary
+from megatron_dcpo.policy.optimizer import Offload, Optimizer
+from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.run_lock import lock_run_dir
@@ -62,27 +59,6 @@ from megatron_dcpo.types import TrainingSample, replaced
 logger = logging.getLogger(__name__)
 
 
-class Example(Protocol):
-    """What is learned from: a demonstration, or an answer whose confidence is learned."""
-
-    @property
-    def weight(self) -> float:
-        """Return what it counts in the mean over a step."""
-        ...
-
-    def samples(self) -> list[TrainingSample]:
-        """Return its samples, with the weights of their tokens as if it were alone."""
-        ...
-
-    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
-        """Return its loss, times its weight, at the log-probs of :meth:`samples`."""
-        ...
-
-    def digest(self) -> bytes:
-        """Return a digest of everything that is learned from it."""
-        ...
-
-
 @dataclass(frozen=True)
 class SupervisedInputs:
     """What a run reads before anything is allocated: all of it has been checked. ``held_out`` is
@@ -90,8 +66,8 @@ class SupervisedInputs:
     """
 
     loss: SupervisedLoss
-    examples: Sequence[Example]
-    held_out: Sequence[Example] = ()
+    examples: Sequence[Demonstration]
+    held_out: Sequence[Demonstration] = ()
 
 
 @dataclass(frozen=True)
@@ -151,21 +127,19 @@ class SupervisedRun:
 
 
 def logprobs_of(
-    trainer: Trainer, examples: Sequence[Example], at_once: int
-) -> list[list[np.ndarray]]:
-    """Return the log-probs of every example's samples under the trainer's policy, on all ranks;
+    trainer: Trainer, examples: Sequence[Demonstration], at_once: int
+) -> list[np.ndarray]:
+    """Return the log-probs of every example's response under the trainer's policy, on all ranks;
     ``at_once`` examples go through the schedule together. Collective.
     """
-    found: list[list[np.ndarray]] = []
+    found: list[np.ndarray] = []
     for start in range(0, len(examples), at_once):
-        by_example = [each.samples() for each in examples[start : start + at_once]]
-        samples = [sample for samples_of_example in by_example for sample in samples_of_example]
+        samples = [each.sample() for each in examples[start : start + at_once]]
         here = trainer.logprobs(trainer.policy, samples)
         rows: dict[int, np.ndarray] = {}
         for rows_of_rank in trainer.collectives.gather(here):
             rows |= rows_of_rank
-        in_order = iter(rows[index] for index in range(len(samples)))
-        found += [[next(in_order) for _ in samples_of_example] for samples_of_example in by_example]
+        found += [rows[index] for index in range(len(samples))]
     return found
 
 
@@ -247,20 +221,18 @@ def _only(values: Sequence[float]) -> float:
     return values[0] if values else math.nan
 
 
-def samples_of(examples: Sequence[Example]) -> list[TrainingSample]:
+def samples_of(examples: Sequence[Demonstration]) -> list[TrainingSample]:
     """Return the samples of a step's examples. The weights of their tokens are divided by the sum
     of the examples' weights, so that the sum of the contributions is the mean loss.
     """
     total = sum(example.weight for example in examples)
     samples = []
     for example in examples:
-        for sample in example.samples():
-            assert sample.weights is not None
-            samples.append(replaced(sample, weights=sample.weights / total))
+        samples.append(replaced(example.sample(), weights=example.weights / total))
     return samples
 
 
-def fingerprint_of(examples: Sequence[Example]) -> str:
+def fingerprint_of(examples: Sequence[Demonstration]) -> str:
     """Return a short name of what is trained on: equal if a resumed run would train on the same."""
     digest = hashlib.sha256()
     for example in examples:
@@ -282,17 +254,19 @@ def fine_tune(config: SupervisedConfig) -> None:
         build(config, read_inputs(config)) as run,
         lock_run_dir(run.records.directory, run.policy.topology.rank),
     ):
-        train_all_steps(run)
+        _train_all_steps(run)
         with run.timers("export"):
             export_policy(run.records.directory, config.model, run.optimizer)
         distributed.barrier()
 
 
-def train_all_steps(run: SupervisedRun) -> None:
+def _train_all_steps(run: SupervisedRun) -> None:
     """Train the steps that are left, in a run directory that is locked. Collective."""
     directory = run.records.directory
     signals.begin_saving()
-    provenance.prepare(directory, run.config, run.policy.topology.rank)
+    provenance.prepare(
+        directory, run.config, run.policy.topology.rank, supervised_without_effect(run.config)
+    )
     done = run.checkpointer.resume()
     with run.records.from_step(done + 1):
         _start(run, done)

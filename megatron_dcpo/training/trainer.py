@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from megatron_dcpo.config import LoopConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import Optimizer
 from megatron_dcpo.policy.schedule import Loss, accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.training.dealing import fetch
@@ -29,19 +30,6 @@ from megatron_dcpo.types import TrainingSample
 logger = logging.getLogger(__name__)
 
 MOST_NONFINITE = 3  # updates in a row whose loss or gradient is not finite end the run
-
-
-class Optimizer(Protocol):
-    """What an update asks of an optimizer: policy/optimizer.py has Megatron's, policy/adapter.py an
-    adapter's.
-    """
-
-    @property
-    def learning_rate(self) -> float: ...
-    def zero_gradients(self) -> None: ...
-    def gradient_norm(self) -> float: ...
-    def step(self) -> None: ...
-    def gather_parameters(self) -> None: ...
 
 
 @dataclass

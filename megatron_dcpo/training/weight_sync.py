@@ -8,20 +8,18 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import ModelConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.card import write_card
-from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.rollout import Engine, EngineError
+from megatron_dcpo.policy.optimizer import Optimizer
+from megatron_dcpo.rollout.engine import Engine, EngineError
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_failed
 from megatron_dcpo.runtime.distributed import Collectives, Topology, all_gather_objects
 from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.runtime.run_records import ADAPTER
 from megatron_dcpo.training.engine_failures import raise_on_all_ranks
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, write_adapter
 from megatron_dcpo.weights.reshard import (
     SynchronizationError,
     Traffic,
@@ -122,9 +120,8 @@ class WeightSync:
 
 
 def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> Path:
-    """Write ``directory/policy``: weights of the policy, everything else from ``model.path``, and
-    a model card. An adapter is merged into the weights, and stands in ``directory/adapter`` as
-    well. Collective.
+    """Write ``directory/policy``: weights of the policy, everything else from ``model.path``. An
+    adapter is merged into the weights, and stands in ``directory/adapter`` as well. Collective.
     """
     policy = optimizer.exported
     writer = policy.topology.rank == 0
@@ -137,19 +134,5 @@ def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> 
         lambda shapes: gather_full(policy, shapes),
         writer=writer,
     )
-    if writer:
-        write_card(directory, out)
-    if isinstance(optimizer, AdapterOptimizer):
-        export_adapter(directory, model, optimizer.adapter)
-    return out
-
-
-def export_adapter(directory: Path, model: ModelConfig, adapter: Adapter) -> Path:
-    """Write ``directory/adapter`` in PEFT's format, with a model card. Collective."""
-    tensors = adapter.whole()
-    out = directory / DIRECTORY
-    if adapter.policy.topology.rank == 0:
-        base = hub.repository_of(model.path) or model.path
-        write_adapter(out, tensors, shape=adapter.shape, base=base)
-        write_card(directory, out)
+    optimizer.write_adapter(directory / ADAPTER, hub.repository_of(model.path) or model.path)
     return out

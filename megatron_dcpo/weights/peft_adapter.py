@@ -30,7 +30,6 @@ from megatron_dcpo.weights.adapter_shape import (
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 
-DIRECTORY = "adapter"  # in the run's directory
 KEPT = "adapter."  # the prefix of its tensors' names in a training's checkpoint
 SCALE = "adapter.scale"  # of all pairs; scale_key() of each one if they differ
 

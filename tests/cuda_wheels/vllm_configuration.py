@@ -96,8 +96,8 @@ class Asked(Exception):
 def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from megatron_dcpo.rollout.engine_options import EngineOptions
     from megatron_dcpo.rollout.vllm_engine import VllmEngine
-    from megatron_dcpo.rollout.vllm_host import VllmOptions
 
     def instead(engine_args: Any, *_: Any, **__: Any) -> None:
         raise Asked(engine_args)
@@ -111,7 +111,7 @@ def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     try:
-        VllmEngine(model, VllmOptions(**options))
+        VllmEngine(model, EngineOptions(**options))
     except Asked as asked:
         (arguments,) = asked.args
     made = arguments.create_engine_config()

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.rollout.engine import EngineError, PartialRollout, SamplingConfig
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.vllm import needs_vllm
@@ -37,7 +37,7 @@ def start(tiny_models: Any) -> Iterator[Callable[..., VllmEngine]]:
             "distributed_executor_backend": type("InFlight", (InFlight,), {"blocks": blocks}),
             "block_size": 16,
         }
-        options = VllmOptions(
+        options = EngineOptions(
             dtype="fp32",
             max_model_len=96,
             max_num_seqs=8,

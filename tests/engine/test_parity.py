@@ -78,7 +78,8 @@ def check(ranks: list[dict[str, Any]]) -> None:
 
 
 def greedy_of_transformers(directory: str) -> list[list[int]]:
-    from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+    from megatron_dcpo.rollout.sampling import SamplingConfig
+    from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 
     engine = TransformersEngine.from_pretrained(directory)
     responses = engine.generate(prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24))
@@ -253,7 +254,8 @@ def floor_of_transformers(directory: str) -> tuple[float, float]:
     """
     from transformers import AutoModelForCausalLM
 
-    from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+    from megatron_dcpo.rollout.sampling import SamplingConfig
+    from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 
     prompts = {p.prompt_id: p for p in prompts_for_test()}
     engine = TransformersEngine.from_pretrained(directory, "bf16")

@@ -35,8 +35,9 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
 from megatron_dcpo.judging.answers import Attempt
-from megatron_dcpo.judging.questions import check_questions, question_verifier
+from megatron_dcpo.judging.questions import question_verifier
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.judging.verifiers import check_problems
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.rollout.engine import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint
@@ -124,7 +125,7 @@ def test_data_sets(
         (record.answer + record.problem + record.prompt_id).encode()
         encoded(record.row)
         for name in ("exact", "f1", "choice"):
-            only(UserError, partial(check_questions, name, [record], "rows"))
+            only(UserError, partial(check_problems, name, [record], "rows"))
             attempt = Attempt("B", record.answer, "", record.row)
             assert question_verifier(name, JudgingConfig())([attempt])[0].correct in (True, False)
 

@@ -11,26 +11,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_dcpo.evaluation.programs import normal_form, same_program
 from megatron_dcpo.evaluation.samples import Sample, sample_line, sample_of
+from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
 from megatron_dcpo.judging.choices import chosen_letter
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.math import answer_forms, latex
 from megatron_dcpo.judging.math.equivalence import quick_verdict
-from megatron_dcpo.judging.questions import (
-    f1,
-    is_abstention,
-    normalize,
-    normalize_triviaqa,
-    same_answer,
-    same_choice,
-)
+from megatron_dcpo.judging.questions import f1, normalize_triviaqa, same_answer, same_choice
+from megatron_dcpo.judging.same_program import normal_form, same_program
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import MALFORMED, Prompt, Response
 from tests.fuzz.strategies import fuzz, responses
+from tests.helpers.judging import judge_many
 
 BYTES = TokenBytes((*(bytes([b]) for b in range(256)), b"<|im_end|>"))
 THINKS = TokenBytes(BYTES.table, KNOWN[0])

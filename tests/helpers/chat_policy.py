@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 
 TEMPLATES = Path(__file__).parent

@@ -1,10 +1,9 @@
 """A small server that speaks as much of the hub's protocol as huggingface_hub needs to download a
-model and to upload one.
+model.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -14,8 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
-
-import yaml
 
 Reply = tuple[int, dict[str, str], bytes]
 Files = dict[str, bytes]
@@ -55,15 +52,12 @@ class FakeRepository:
 
 @dataclass
 class FakeHub:
-    """Counts what it is asked. The first ``cut`` downloads of a large file end in its middle. A
-    request that writes needs ``token``; the token ``reader`` has no right to write.
-    """
+    """Counts what it is asked. The first ``cut`` downloads of a large file end in its middle."""
 
     repositories: dict[str, FakeRepository] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
     cut: int = 0
-    token: str = "hf_writer"
     port: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -108,11 +102,8 @@ class FakeHub:
             def _answer(self) -> None:
                 with hub._lock:
                     hub.asked.append(f"{self.command} {unquote(self.path)}")
-                length = int(self.headers.get("Content-Length") or 0)
-                body = self.rfile.read(length)
-                status, headers, content = hub.reply(
-                    self.command, urlsplit(unquote(self.path)).path, dict(self.headers), body
-                )
+                path = urlsplit(unquote(self.path)).path
+                status, headers, content = hub.reply(path, dict(self.headers))
                 self.send_response(status)
                 headers.setdefault("Content-Length", str(len(content)))
                 for key, value in headers.items():
@@ -123,7 +114,7 @@ class FakeHub:
                 if len(content) < int(headers["Content-Length"]):
                     self.close_connection = True
 
-            do_GET = do_HEAD = do_POST = do_PUT = _answer
+            do_GET = do_HEAD = _answer
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), HubHandler)
         self.port = self._server.server_port
@@ -135,21 +126,10 @@ class FakeHub:
         self._server.server_close()
 
     # ------------------------------------------------------------------------------- what it says
-    def reply(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
+    def reply(self, path: str, headers: dict[str, str]) -> Reply:
         given = {key.lower(): value for key, value in headers.items()}
-        writes = method in ("POST", "PUT") and not path.startswith("/objects/")
-        if writes:
-            token = given.get("authorization", "").removeprefix("Bearer ")
-            if not token or token not in (self.token, "hf_reader"):
-                return error(401, "", "Invalid username or password.")
-            if token != self.token:
-                return error(403, "", "You don't have the rights to write here")
-        if path == "/api/validate-yaml":
-            return _validated(json.loads(body)["content"])
-        if path == "/api/repos/create":
-            return self._create(json.loads(body))
         if path.startswith("/objects/"):
-            return self._object(method, path.rpartition("/")[2], given, body)
+            return self._object(path.rpartition("/")[2], given)
         match = _OF_REPOSITORY.match(path)
         if match is None:
             return error(404, "EntryNotFound", "Not found")
@@ -160,23 +140,10 @@ class FakeHub:
         if repository.gated and not (match["api"] and rest in ("", "/revision/main")):
             return error(403, "GatedRepo", "Access to this model is restricted")
         if match["api"]:
-            return self._api(repository, match["name"], rest, body)
-        if rest == "/info/lfs/objects/batch":
-            return self._batch(json.loads(body))
+            return self._api(repository, match["name"], rest)
         return self._resolve(repository, rest)
 
-    def _create(self, wanted: dict[str, Any]) -> Reply:
-        owner = wanted.get("organization") or "me"
-        name = f"{owner}/{wanted['name']}"
-        if name in self.repositories:
-            return reply({"error": "You already created this model repo"}, status=409)
-        private = bool(wanted.get("private")) or wanted.get("visibility") == "private"
-        made = FakeRepository(private=private)
-        made.commit({})
-        self.repositories[name] = made
-        return reply({"url": f"{self.url}/{name}", "name": name})
-
-    def _api(self, repository: FakeRepository, name: str, rest: str, body: bytes) -> Reply:
+    def _api(self, repository: FakeRepository, name: str, rest: str) -> Reply:
         what, _, revision = rest.strip("/").partition("/")
         if what in ("", "revision"):
             found = repository.files_of(revision or "main")
@@ -197,50 +164,9 @@ class FakeHub:
             if found is None:
                 return error(404, "RevisionNotFound", "Revision not found")
             return reply([_entry(file, content) for file, content in found[1].items()])
-        if what == "branch":
-            repository.branches[revision] = repository.branches["main"]
-            return reply({})
-        if what == "preupload":
-            files = [
-                {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["size"] >= _LARGE else "regular",
-                    "shouldIgnore": False,
-                }
-                for one in json.loads(body)["files"]
-            ]
-            return reply({"files": files})
-        if what == "commit":
-            return self._commit(repository, name, revision, body)
         return error(404, "EntryNotFound", "Not found")
 
-    def _commit(self, repository: FakeRepository, name: str, branch: str, body: bytes) -> Reply:
-        if branch not in repository.branches:
-            return error(404, "RevisionNotFound", "Revision not found")
-        files = dict(repository.commits[repository.branches[branch]])
-        for line in body.splitlines():
-            entry = json.loads(line)
-            value = entry["value"]
-            if entry["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.objects[value["oid"]]
-        commit = repository.commit(files, branch)
-        url = f"{self.url}/{name}/commit/{commit}"
-        return reply({"commitUrl": url, "commitOid": commit, "pullRequestUrl": None})
-
-    def _batch(self, wanted: dict[str, Any]) -> Reply:
-        objects = []
-        for one in wanted["objects"]:
-            upload = {"href": f"{self.url}/objects/{one['oid']}"}
-            objects.append({**one, "actions": {"upload": upload}})
-        return reply({"transfer": "basic", "objects": objects})
-
-    def _object(self, method: str, oid: str, given: dict[str, str], body: bytes) -> Reply:
-        if method == "PUT":
-            assert sha(body) == oid
-            self.objects[oid] = body
-            return 200, {}, b""
+    def _object(self, oid: str, given: dict[str, str]) -> Reply:
         content = self.objects[oid]
         headers = {"Content-Length": str(len(content)), "ETag": f'"{oid}"'}
         start = re.fullmatch(r"bytes=(\d+)-", given.get("range", ""))
@@ -277,15 +203,6 @@ class FakeHub:
             "X-Linked-Size": str(len(content)),
         }
         return 302, headers, b""
-
-
-def _validated(card: str) -> Reply:
-    try:
-        is_mapping = isinstance(yaml.safe_load(card.split("---\n")[1]), dict)
-    except (IndexError, yaml.YAMLError):
-        is_mapping = not card.startswith("---")
-    faults = [] if is_mapping else [{"message": "no mapping"}]
-    return reply({"errors": faults, "warnings": []}, status=400 if faults else 200)
 
 
 def _blob(content: bytes) -> str:

@@ -24,7 +24,7 @@ FIELDS = (
 
 
 def scoring_with(scorer: Scorer, asked: Asked, **limits: Any) -> Scoring:
-    async def score(choice: dict[str, Any], index: int, unreadable: str) -> Scored:
+    async def score(choice: dict[str, Any], unreadable: str) -> Scored:
         if unreadable:
             return scorer.unread(asked, choice, unreadable)
         return scorer.score(asked, choice)

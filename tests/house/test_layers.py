@@ -6,6 +6,7 @@ calls that hide their arguments.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,20 @@ GRAPH = {
     name: {target for target in imports_of(path) if target in MODULES} - {name}
     for name, path in MODULES.items()
 }
+# what runtime.plugins.load_part is given
+PART = re.compile(r"(megatron_dcpo(?:\.\w+)+):(\w+)")
+# from a module to the parts that it names, which are imported when a configuration needs them
+PARTS = {
+    name: {
+        (match[1], match[2])
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (match := PART.fullmatch(node.value))
+    }
+    for name, path in MODULES.items()
+}
+# modules that a command hangs on: what they import, and what that imports
+LIMITS = {"training.loop": 175, "cli.calibrate": 45, "cli.serve": 140}
 
 
 def subpackage(module: str) -> str:
@@ -79,7 +94,7 @@ def test_arrows_point_down() -> None:
     upward = [
         f"{module} -> {target}"
         for module, targets in GRAPH.items()
-        for target in targets
+        for target in targets | {part for part, _ in PARTS[module]}
         if subpackage(module) not in (subpackage(target), "__main__")
         and target != "megatron_dcpo"
         and LAYER[subpackage(target)] >= LAYER[subpackage(module)]
@@ -96,6 +111,57 @@ def test_there_is_no_circle() -> None:
         for module in ready:
             del left[module]
     assert not left, f"in or above a circle: {sorted(left)}"
+
+
+def hangs_on(module: str) -> set[str]:
+    reached = {module}
+    waiting = [module]
+    while waiting:
+        new = GRAPH[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_command_hangs_on_few_modules(name: str) -> None:
+    """What only some configurations use is named by a path (``PARTS``) and imported when it is."""
+    reached = hangs_on(f"megatron_dcpo.{name}")
+    assert len(reached) <= LIMITS[name], sorted(reached)
+
+
+def test_the_loop_knows_neither_engines_nor_benchmarks_nor_sandboxes() -> None:
+    reached = {
+        module.removeprefix("megatron_dcpo.") for module in hangs_on("megatron_dcpo.training.loop")
+    }
+    for module in ("rollout.vllm_engine", "rollout.transformers_engine", "rollout.agents"):
+        assert module not in reached
+    assert not {module for module in reached if module.startswith(("planning.", "sandbox.local"))}
+
+
+def test_parts_that_are_named_exist() -> None:
+    named = {part for parts in PARTS.values() for part in parts}
+    assert ("megatron_dcpo.judging.programs", "CODE") in named, "the test sees what it is for"
+    missing = []
+    for module, name in named:
+        tree = ast.parse(MODULES[module].read_text())
+        bound = {
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        bound |= {node.name for node in tree.body if hasattr(node, "name")}
+        bound |= {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        if name not in bound:
+            missing.append(f"{module}:{name}")
+    assert not missing
 
 
 @pytest.mark.parametrize("name", PURE)

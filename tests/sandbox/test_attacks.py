@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.sandbox.judge import CATEGORIES, CodeLimits, CodePool, CodeVerdict
+from megatron_dcpo.sandbox.judge import CATEGORIES, CodePool, CodeVerdict
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from tests.helpers.processes import below
 from tests.sandbox.attacks import ATTACKS, Attack

@@ -15,7 +15,8 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox import cgroup
-from megatron_dcpo.sandbox.judge import CodeLimits, SandboxSession
+from megatron_dcpo.sandbox.judge import SandboxSession
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import choose
 from megatron_dcpo.sandbox.tests import checked_tests
 

@@ -20,7 +20,8 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import extract_program
 from megatron_dcpo.sandbox import bubblewrap, local
-from megatron_dcpo.sandbox.judge import CodeLimits, CodePool, SandboxSession
+from megatron_dcpo.sandbox.judge import CodePool, SandboxSession
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 from tests.helpers.processes import below, left_after
 

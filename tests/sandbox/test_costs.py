@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.sandbox.guest.rpc import BadMessage, Decoder
-from megatron_dcpo.sandbox.judge import CodeLimits, SandboxSession
+from megatron_dcpo.sandbox.judge import SandboxSession
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from megatron_dcpo.sandbox.tests import checked_tests
 

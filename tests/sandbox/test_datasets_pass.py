@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, judge_programs
+from megatron_dcpo.data.code_problems import Untested, code_problem
+from megatron_dcpo.sandbox.judge import CodeVerdict, judge_programs
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from tests.helpers.data import reference_solution
 
@@ -65,7 +66,10 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
     """Name, reference program, entry point and tests, as training and evaluation read them."""
     found = []
     for row in rows(path):
-        problem = code_problem(row, untested=True)
+        try:
+            problem = code_problem(row)
+        except Untested:
+            continue
         assert problem is not None
         found.append(
             (
@@ -78,27 +82,27 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
     return found
 
 
-def check_both(problems: list[tuple[str, str, str, Mapping[str, Any]]], untested: set[str]) -> None:
-    """Every reference passes; changed, it fails wherever the tests assert anything."""
+def check_both(problems: list[tuple[str, str, str, Mapping[str, Any]]]) -> None:
+    """Every reference passes; changed, it fails."""
     right = verdicts([(program, tests) for _, program, _, tests in problems])
     assert [
         (p[0], verdict) for p, verdict in zip(problems, right, strict=True) if not verdict.correct
     ] == []
     wrong = verdicts([(mutated(program, entry), tests) for _, program, entry, tests in problems])
-    assert {p[0] for p, verdict in zip(problems, wrong, strict=True) if verdict.correct} == untested
+    assert not [p[0] for p, verdict in zip(problems, wrong, strict=True) if verdict.correct]
 
 
 def test_humaneval_plus(shared_data: Path) -> None:
     problems = problems_of(shared_data / "humanevalplus" / "HumanEvalPlus-OriginFmt.jsonl.gz")
     assert len(problems) == 164
-    check_both(problems, set())
+    check_both(problems)
 
 
 @ALL
 def test_mbpp_plus(shared_data: Path) -> None:
     problems = problems_of(shared_data / "mbppplus" / "MbppPlus-OriginFmt.jsonl.gz")
-    assert len(problems) == 378
-    check_both(problems, {"737", "787", "794"})
+    assert len(problems) == 375, "the tests of three assert nothing"
+    check_both(problems)
 
 
 @ALL

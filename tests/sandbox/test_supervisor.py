@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, SandboxSession
+from megatron_dcpo.sandbox.judge import CodeVerdict, SandboxSession
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from megatron_dcpo.sandbox.tests import checked_tests
 

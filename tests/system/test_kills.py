@@ -54,15 +54,6 @@ def training_of(directory: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("answers") / "run"
-    benchmarks = f"train={QUICKSTART / 'data' / 'train.jsonl'}"
-    done = run(*EVALUATED, "--out", out, "--benchmarks", benchmarks, "--limit", 40)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return out / "samples.jsonl"
-
-
-@pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter") / "run"
     words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={directory}", *SMALL)
@@ -75,19 +66,6 @@ def assert_killed(rounds: Any) -> None:
     print(rounds)
     assert rounds.killed >= KILLS
     assert rounds.compared >= -(-KILLS // KILLS_OF_A_ROUND)
-
-
-def test_an_adapter_of_a_confidence(answers: Path, tmp_path: Path) -> None:
-    def words(directory: Path) -> tuple[object, ...]:
-        return (
-            "calibrate",
-            *("--kind", "adapter", "--model", POLICY, "--samples", answers, "--out", directory),
-            *("--json", "--resume", "auto", "model.params_dtype=fp32", "logging.to=[]"),
-            *("training.steps=8", "training.save_interval=2", "training.micro_batch_size=64"),
-            *("data.examples_per_step=16", "optimizer.lr=0.003"),
-        )
-
-    assert_killed(killed_in_rounds(words, training_of, tmp_path))
 
 
 @pytest.mark.full
@@ -125,7 +103,7 @@ def test_an_evaluation(tmp_path: Path) -> None:
     )
 
     def words(directory: Path) -> tuple[object, ...]:
-        asked = ("--benchmarks", benchmarks, "--limit", 20, "--keep", "states", "--json")
+        asked = ("--benchmarks", benchmarks, "--limit", 20, "--json")
         return (*EVALUATED, "--out", directory, *asked)
 
     assert_killed(killed_in_rounds(words, files_of, tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation import report
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.runs import find_runs
 from megatron_dcpo.evaluation.scoring import score_samples
@@ -93,11 +93,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir(parents=True)
         (root / name / "evaluation.json").write_text(json.dumps(evaluation))
         trained(root / name)
-    return report.write_report(
-        find_runs([root / name for name in names]),
-        root / "report.html",
-        against=published.load_published("paper"),
-    )
+    return report.write_report(find_runs([root / name for name in names]), root / "report.html")
 
 
 @pytest.mark.parametrize("width", [390, 1280])

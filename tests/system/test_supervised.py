@@ -90,7 +90,7 @@ def by_hand(rows: Path) -> tuple[list[float], dict[str, np.ndarray], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megatron_dcpo.rollout import load_tokenizer
+    from megatron_dcpo.rollout.tokens import load_tokenizer
 
     tokenizer = load_tokenizer(QUICKSTART / "policy")
     model = AutoModelForCausalLM.from_pretrained(

@@ -19,7 +19,7 @@ from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.programs import ProgramVerifier
-from megatron_dcpo.sandbox.local import CodeLimits
+from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.training.run import build
 from tests.helpers.coder import make_coder, problem_rows
 from tests.helpers.paths import QUICKSTART

@@ -195,6 +195,7 @@ from megatron_dcpo import codec, types
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples, write_samples
 from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.training.rollouts import restored_groups, saved_groups
@@ -206,7 +207,7 @@ tokens = TokenBytes(tuple(bytes([b]) for b in range(256)))
 ids = np.array([*text.encode()], np.int64)
 prompt = types.Prompt("p", (), (), "4", "toy")
 response = types.Response("p", 0, ids, np.zeros(len(ids), np.float32), "stop", 0)
-(judgement,) = judge_many([response], {"p": prompt}, tokens)
+(judgement,) = judge_many([response], {"p": prompt}, tokens, verifier=verify_answers)
 assert judgement.hedged
 
 write_samples([Sample(prompt, replace(response, text=text), judgement)], "samples.jsonl")

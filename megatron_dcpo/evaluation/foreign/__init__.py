@@ -1,9 +1,10 @@
-"""Samples that others wrote: the logs of Inspect, lm-eval and lighteval, TRL's completions, verl's
-rollouts, the traces of verifiers and prime-rl, or a table with a confidence and a verdict. They
+"""Samples that others wrote: the logs of Inspect and lm-eval, or a table with a verdict and, if
+there is one, a confidence; of the rows of other tools :data:`PRESETS` names the columns. They
 become our samples, which every verb reads.
 
     samples = read_any("logs/2026-01-01_gsm8k.eval")
     samples = read_any("results.csv", {"confidence": "p", "correct": "right"})
+    samples = read_any("rollouts/1.jsonl", PRESETS["verl"])
 
 Where a log has no confidence of its own, the one that the response states behind the confidence tag
 is read, as ``dcpo evaluate`` reads it. Verdicts are those of the log.
@@ -14,19 +15,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_dcpo.codec import NO_TOKENS
-from megatron_dcpo.data.datasets import labels_of
 from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.labels import labels_of
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.evaluation.foreign.answered import (
     Answered,
+    last_content,
     share,
     verdict,
     without_end_token,
 )
 from megatron_dcpo.evaluation.foreign.inspect_log import is_inspect_log, read_inspect
-from megatron_dcpo.evaluation.foreign.rows import FORMS, LM_EVAL, Filters, Form
+from megatron_dcpo.evaluation.foreign.lm_eval_log import COLUMNS as OF_LM_EVAL
+from megatron_dcpo.evaluation.foreign.lm_eval_log import Filters, read_lm_eval
 from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
@@ -36,6 +40,29 @@ logger = logging.getLogger(__name__)
 # what --columns may name: verdict and confidence, what is shown or counted by, and the filter of a
 # log of lm-eval
 COLUMNS = ("correct", "confidence", "text", "problem", "group", "task", "kind", "filter")
+
+# the columns of other tools' rows, which --columns NAME names; where the verdict is missing here,
+# its name is that of a reward function: --columns trl,correct=NAME
+PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "lighteval": {
+            "correct": "metric.extractive_match",
+            "text": "model_response.text",
+            "problem": "doc.query",
+            "group": "doc.id",
+            "task": "doc.task_name",
+        },
+        "trl": {"text": "completion", "problem": "prompt", "group": "prompt"},
+        "verl": {"correct": "acc|score", "text": "output", "problem": "input", "group": "input"},
+        # of prime-rl too: correct=traces.rewards.NAME.score
+        "verifiers": {
+            "text": "traces.nodes.-1.message.content",
+            "problem": "task.data.prompt",
+            "group": "task.key",
+            "task": "env.id",
+        },
+    }
+)
 
 
 def read_any(
@@ -63,14 +90,13 @@ def read_any(
         raise UserError(f"{file}: the file has no rows")
     if _is_ours(first):
         return read_samples(file)
-    for form in FORMS:
-        if form.columns <= set(first):
-            return _as_samples(_rows_of(form, file, filter_name), file, marker)
+    if set(first) >= OF_LM_EVAL:
+        return _as_samples(_rows_of_lm_eval(file, filter_name), file, marker)
     found = ", ".join(map(str, first))
-    known = "; ".join(form.name for form in FORMS)
     raise UserError(
-        f"{file}: neither samples of dcpo evaluate nor a known log (Inspect's .eval; {known}); it "
-        f"has the columns {found}: name them, --columns correct=NAME,confidence=NAME"
+        f"{file}: neither samples of dcpo evaluate nor a log of Inspect or lm-eval; it has the "
+        f"columns {found}: name them, --columns correct=NAME,confidence=NAME, or whose they are, "
+        f"--columns {' or '.join(PRESETS)}"
     )
 
 
@@ -90,14 +116,19 @@ def _is_ours(row: Mapping[str, object]) -> bool:
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Return ``{"correct": "right"}`` of ``correct=right``, comma separated. Raises
-    :class:`UserError`.
+    """Return ``{"correct": "right"}`` of ``correct=right``, comma separated; a word alone is one of
+    :data:`PRESETS`, whose columns the others replace. Raises :class:`UserError`.
     """
-    columns = {}
+    columns: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         ours, equal, theirs = part.partition("=")
+        if not equal and part in PRESETS:
+            columns = {**PRESETS[part], **columns}
+            continue
         if not equal or not theirs:
-            raise UserError(f"--columns {part}: expected OURS=THEIRS")
+            raise UserError(
+                f"--columns {part}: expected OURS=THEIRS, or one of {', '.join(PRESETS)}"
+            )
         if ours not in COLUMNS:
             raise UserError(
                 f"--columns {part}: {ours} is no column of ours{did_you_mean(ours, COLUMNS)}; "
@@ -174,16 +205,12 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
     return samples
 
 
-def _rows_of(form: Form, file: Path, filter_name: str) -> Iterator[Answered]:
-    if filter_name and not form.has_filters:
-        raise UserError(
-            f"--columns filter={filter_name}: {file} holds {form.name}, which have no filters"
-        )
+def _rows_of_lm_eval(file: Path, filter_name: str) -> Iterator[Answered]:
     try:
-        yield from form.read(file, filter_name) if form.has_filters else form.read(file)
+        yield from read_lm_eval(file, filter_name)
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file}: not as {form.name} are written by the release that is known here "
+            f"{file}: not as lm-eval's samples are written by the release that is known here "
             f"({type(error).__name__}: {one_line(error, 100)}); name the columns, "
             "--columns correct=NAME,confidence=NAME"
         ) from None
@@ -193,19 +220,22 @@ def _rows_of(form: Form, file: Path, filter_name: str) -> Iterator[Answered]:
 def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator[Answered]:
     """Yield the rows of a table; with a ``filter_name``, those whose column ``filter`` has it. Of a
     log of lm-eval only the rows of one filter are read. A row whose group is blank is a problem of
-    its own; how many there are is said.
+    its own, and one that has no verdict inside its column is left out; how many there are is said.
     """
     if "correct" not in columns:
         raise UserError("--columns must name the verdict: correct=NAME")
     filters = Filters(file, filter_name)
-    without_group = 0
+    without_group = without_verdict = 0
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
         if filter_name:
             _at(row, "filter", where)  # refuses a table without it
-        if (filter_name or set(row) >= LM_EVAL.columns) and not filters.takes(row):
+        if (filter_name or set(row) >= OF_LM_EVAL) and not filters.takes(row):
             continue
         values = {ours: _at(row, theirs, where) for ours, theirs in columns.items()}
+        if values["correct"] is None and columns["correct"] not in row:
+            without_verdict += 1
+            continue
         confidence = values.get("confidence")
         group = values.get("group", number)
         if _is_blank(group):
@@ -213,11 +243,11 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             without_group += 1
         kind = values.get("kind")
         yield Answered(
-            group=str(group),
+            group=_text(group, where),
             correct=verdict(values["correct"], where),
             confidence=None if confidence in (None, "") else share(confidence, where),
-            text=str(values.get("text") or ""),
-            problem=str(values.get("problem") or ""),
+            text=_text(values.get("text"), where),
+            problem=_text(values.get("problem"), where),
             task=str(values.get("task") or ""),
             kind=None if _is_blank(kind) else str(kind),
             labels=labels_of(row),
@@ -229,7 +259,27 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             without_group,
             columns["group"],
         )
+    if without_verdict:
+        logger.warning(
+            "%s: %d rows have no %s and are left out", file, without_verdict, columns["correct"]
+        )
     filters.report()
+
+
+def _text(value: object, where: str) -> str:
+    """Return a text, the last of several messages, or the only one of a list of texts. Raises
+    :class:`UserError` for several texts, about which there is one verdict.
+    """
+    if not isinstance(value, list):
+        return "" if value is None else str(value)
+    if not value or isinstance(value[0], Mapping):
+        return last_content(value)
+    if len(value) > 1:
+        raise UserError(
+            f"{where} has {len(value)} responses and one verdict for all of them; evaluate with "
+            "one response for each problem"
+        )
+    return str(value[0])
 
 
 def _is_blank(value: object) -> bool:
@@ -238,19 +288,32 @@ def _is_blank(value: object) -> bool:
 
 
 def _at(row: Mapping[str, object], name: str, where: str) -> object:
-    """Return a column of a row, or what is inside one: ``metric.f1``, ``texts.0``."""
-    if name in row:
-        return row[name]
-    value: object = row
-    try:
-        for part in name.split("."):
-            if isinstance(value, Mapping):
-                value = value[part]
-            elif isinstance(value, list):
+    """Return a column of a row, or what is inside one: ``metric.f1``, ``texts.0``; of a list of one
+    its number may be left out. Of ``acc|score`` the first that there is. None if the column has no
+    such thing inside.
+    """
+    names = [name] if name in row else name.split("|")
+    for one in names:
+        if one in row:
+            return row[one]
+    first, *parts = names[-1].split(".")
+    if first not in row or not parts:
+        found = ", ".join(map(str, row))
+        raise UserError(f"{where} has no column {name!r}; found {found}")
+    value: object = row[first]
+    for part in parts:
+        is_number = part.removeprefix("-").isdecimal()
+        if isinstance(value, list) and not is_number:
+            if len(value) > 1:
+                raise UserError(
+                    f"{where}: {name} has to say which of {len(value)}, as in {first}.0"
+                )
+            value = value[0] if value else None
+        try:
+            if isinstance(value, list):
                 value = value[int(part)]
             else:
-                raise LookupError(part)
-    except (LookupError, ValueError):
-        found = ", ".join(map(str, row))
-        raise UserError(f"{where} has no column {name!r}; found {found}") from None
+                value = value[part] if isinstance(value, Mapping) else None
+        except LookupError:
+            return None
     return value

@@ -77,12 +77,6 @@ def share(value: object, where: str) -> float:
     return number
 
 
-def share_of_best(log_likelihoods: Sequence[float]) -> float:
-    """Return what the softmax of the options' log-likelihoods gives the most likely one."""
-    largest = max(log_likelihoods)
-    return 1.0 / sum(math.exp(value - largest) for value in log_likelihoods)
-
-
 def content_of(message: Mapping[str, Any]) -> str:
     """Return the text of a message, whose content may be a list of parts."""
     content = message.get("content") or ""

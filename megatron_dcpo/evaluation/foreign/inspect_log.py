@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.data.datasets import kind_of_row, labels_of
+from megatron_dcpo.data.labels import kind_of_row, labels_of
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.foreign.answered import (
     Answered,

@@ -73,3 +73,8 @@ def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:
     """
     stripped = [(answer.strip(), key.strip()) for answer, key in pairs]
     return shared_pool().verify(stripped)
+
+
+def equivalent_math(a: str, b: str) -> bool:
+    """Return whether two boxed answers are the same number, set, expression and so on."""
+    return equivalent_many([(a, b)])[0]

@@ -28,8 +28,9 @@ from megatron_dcpo.policy import optimizer as policy_optimizer
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host, optimizer_parts
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
-from megatron_dcpo.rollout import SamplingConfig, build_local_engine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.local_engine import build_local_engine
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.runtime import host_memory
 from megatron_dcpo.runtime.device import (
     _CPU,
@@ -335,7 +336,7 @@ def restart(options: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer.of(options)
     plan, tokens = plan_for(trainer.policy, 1, 1 << 20), []
     used = [memory_gb().get("device", 0.0)]  # before, started, closed, started again
-    settings = VllmOptions(
+    settings = EngineOptions(
         dtype=options["dtype"],
         max_model_len=192,
         max_num_seqs=64,

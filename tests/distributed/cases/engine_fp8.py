@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.distributed import barrier
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
@@ -27,7 +27,7 @@ from tests.distributed.cases.engine_parity import move_weights
 def engine_of(model: str, options: dict[str, Any], dummy_weights: bool) -> VllmEngine:
     return VllmEngine(
         model,
-        VllmOptions(
+        EngineOptions(
             dtype="bf16",
             tensor_model_parallel_size=options["engine_tp"],
             max_model_len=64,

@@ -18,10 +18,10 @@ import torch
 
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import compute_logprobs
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import PartialRollout
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import memory_gb
 from megatron_dcpo.runtime.distributed import barrier
 from megatron_dcpo.runtime.dtypes import torch_dtype
@@ -122,7 +122,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     config = config_for_test(model, dtype, parallel, options.get("layers", "auto"))
     policy = build_policy(config.model, parallel, topology, training=False)
     size, prompts = options["engine_tp"], prompts_for_test()
-    settings = VllmOptions(
+    settings = EngineOptions(
         dtype=dtype,
         tensor_model_parallel_size=size,
         max_model_len=192,

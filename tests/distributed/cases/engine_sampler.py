@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Prompt
 from tests.distributed.cases.common import initialize_layout, parallel_config
@@ -32,7 +32,7 @@ def of_transformers(model: str, dtype: torch.dtype, prompt: list[int]) -> np.nda
 def run(options: dict[str, Any]) -> dict[str, Any]:
     initialize_layout(parallel_config({}))
     prompt, draws = options["prompt"], options["draws"]
-    settings = VllmOptions(
+    settings = EngineOptions(
         dtype=options["dtype"],
         max_model_len=192,
         max_num_seqs=256,

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dcpo import cli
-from megatron_dcpo.rollout import EngineError, TransformersEngine
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import DeviceLost
 from megatron_dcpo.runtime.watchdog import Watchdog

@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.policy import optimizer
-from megatron_dcpo.rollout import EngineError, TransformersEngine
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime import host_memory
 from megatron_dcpo.runtime.device import _CPU
 from megatron_dcpo.training import checkpointer, loop

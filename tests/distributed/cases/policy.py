@@ -18,7 +18,7 @@ from megatron_dcpo.checkpoints.state import load_checkpoint
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
-from megatron_dcpo.rollout import TransformersEngine
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
 from megatron_dcpo.weights.table import is_constant

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.rollout.engine import SamplingConfig
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.types import Prompt
 
 
@@ -19,7 +19,7 @@ def run(options: dict[str, Any]) -> Any:
         Prompt(str(i), (), tuple(rng.integers(1, 200, 5).tolist()), "", "") for i in range(8)
     ]
     for cache in options["caches"]:
-        sizes = VllmOptions(
+        sizes = EngineOptions(
             dtype="fp32",
             max_model_len=256,
             max_num_seqs=8,

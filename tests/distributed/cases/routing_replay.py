@@ -13,7 +13,8 @@ import torch
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.types import replaced
 from tests.distributed.cases.common import (

@@ -7,14 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+from megatron_dcpo.rollout.vllm_engine import EngineOptions, VllmEngine
 
 
 def run(options: dict[str, Any]) -> Any:
     more = {"enable_lora": True, "max_lora_rank": 8, "kv_cache_memory_bytes": 1 << 26}
     engine = VllmEngine(
         Path(options["model"]),
-        VllmOptions("fp32", max_model_len=128, max_num_seqs=4, arguments=more),
+        EngineOptions("fp32", max_model_len=128, max_num_seqs=4, arguments=more),
     )
     from vllm import SamplingParams  # importable once an engine has set its environment
     from vllm.lora.request import LoRARequest

@@ -17,8 +17,8 @@ from megatron_dcpo.architectures.config_json import parse_architecture, read_arc
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.planning.plan import MODELS
-from megatron_dcpo.rollout import TransformersEngine, load_tokenizer
-from megatron_dcpo.rollout.tokens import read_eos_token_ids
+from megatron_dcpo.rollout.tokens import load_tokenizer, read_eos_token_ids
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.weights.hf_checkpoint import check_side_files, copy_side_files
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import QUICKSTART

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.samples import write_samples
-from tests.unit.evaluation.test_posthoc import SAMPLES
 
 PLAN = ["plan", "--config", "gone.yaml"]
 PAIRS = ["judge", "--pairs", "gone.jsonl"]
 PROGRAMS = ["judge", "--programs", "gone.jsonl"]
 REPORT = ["report", "gone"]
 CALIBRATE = ["calibrate", "--samples", "gone.jsonl", "--out", "o"]
-APPLY = [*CALIBRATE, "--apply", "gone"]
-ADAPTER = [*CALIBRATE, "--kind", "adapter", "--model", "gone"]
-DESCRIPTION = {
-    "model": "gone",
-    "template": "paper",
-    "thinking": "off",
-    "marker": "<conf>",
-    "decimals": 2,
-    "answers": 100,
-}
 UNREAD = [
     (PLAN, ["--gpu-memory-gb", "40"]),
     (PLAN, ["--gpus-per-node", "4"]),
@@ -43,13 +30,6 @@ UNREAD = [
     ([*REPORT, "--serve"], ["--kinds", "level"]),
     ([*REPORT, "--serve"], ["--json"]),
     (CALIBRATE, ["--epochs", "200"]),
-    (CALIBRATE, ["--teacher", "task"]),
-    (APPLY, ["--held-out", "0"]),
-    (APPLY, ["--seed", "0"]),
-    (APPLY, ["--epochs", "3"]),
-    (APPLY, ["--kind", "isotonic"]),
-    (ADAPTER, ["--epochs", "3"]),
-    (ADAPTER, ["--read", "mean"]),
     (["train", "--config", "gone.yaml"], ["--allow-missing"]),
     (["config", "rollout"], ["--example", "dcpo"]),
     (["launch", "1"], ["--nproc-per-node", "2", "--", "train", "--config", "gone.yaml"]),
@@ -67,34 +47,6 @@ def test_an_option_that_is_not_read_is_refused(
     said = capsys.readouterr().err
     assert words[0] in said
     assert "gone" not in said
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (ADAPTER, "run_dir=o"),
-        (ADAPTER, "data.path=gone.jsonl"),
-        (ADAPTER, "data.limit=10"),
-        (ADAPTER, "data.columns.prompt=question"),
-        (ADAPTER, "objective.name=cross_entropy"),
-        (APPLY, "optimizer.lr=1e-3"),
-        (APPLY, "training.epochs=2"),
-        (APPLY, "data.limit=10"),
-    ],
-)
-def test_an_option_of_sft_that_is_not_read_is_refused(
-    command: list[str],
-    option: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_samples(SAMPLES, Path("gone.jsonl"))
-    Path("gone/adapter").mkdir(parents=True)
-    Path("gone/confidence.json").write_text(json.dumps(DESCRIPTION))
-    assert main([*command, option]) == 2
-    assert option.partition("=")[0] in capsys.readouterr().err
 
 
 def test_what_is_said_twice_about_resuming_is_the_same(
@@ -124,8 +76,6 @@ def test_a_plan_shows_one_thing(capsys: pytest.CaptureFixture[str]) -> None:
         [*PROGRAMS, "--workers", "2", "--test-seconds", "3"],
         [*REPORT, "--kinds", "level", "--json"],
         [*CALIBRATE, "--kind", "confclass", "--epochs", "3", "--held-out", "0", "--seed", "1"],
-        [*APPLY, "--read", "greedy"],
-        [*ADAPTER, "--held-out", "0", "--teacher", "task"],
     ],
     ids=" ".join,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config import validate
-from megatron_dcpo.config.supervised import validate_supervised
+from megatron_dcpo.config.supervised import supervised_without_effect, validate_supervised
 from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 
@@ -86,12 +86,12 @@ def test_the_defaults_have_no_such_option() -> None:
     assert lines_of({}) == []
     assert lines_of({"objective": {"preset": "verl_compat"}}) == []
     values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
-    assert options_without_effect(validate_supervised(values)) == []
+    assert supervised_without_effect(validate_supervised(values)) == []
     sampling = {**values, "logging": {"samples_interval": 3}}
-    (line,) = options_without_effect(validate_supervised(sampling))
+    (line,) = supervised_without_effect(validate_supervised(sampling))
     assert "logging.samples_interval" in line
     epochs = {**values, "training": {"steps": 3, "epochs": 2}}
-    (line,) = options_without_effect(validate_supervised(epochs))
+    (line,) = supervised_without_effect(validate_supervised(epochs))
     assert "training.epochs" in line
 
 

@@ -19,9 +19,9 @@ from megatron_dcpo.data.datasets import (
     final_answer,
     load_prompts,
     load_records,
-    without_epoch,
 )
 from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.labels import without_epoch
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 from tests.helpers.data import real, write

@@ -13,7 +13,7 @@ import pytest
 from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from tests.helpers.paths import QUICKSTART
 
 TOKENIZER = load_tokenizer(QUICKSTART / "policy")

@@ -19,7 +19,7 @@ from megatron_dcpo.data.datasets import load_records, task_name
 from megatron_dcpo.data.files import is_here, read_rows
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.problems import BenchmarkOptions, load_problems
+from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
 from megatron_dcpo.training.supervised import with_steps
 from megatron_dcpo.types import Prompt
@@ -220,8 +220,8 @@ def test_columns_in_an_evaluation(tmp_path: Path) -> None:
     """A file that has them is read by them; one in our columns is read as it is."""
     trl = write(tmp_path / "trl.jsonl", TRL)
     ours = write(tmp_path / "ours.jsonl", row(7))
-    options = BenchmarkOptions(columns={"problem": "prompt", "answer": "solution"})
-    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), options=options)
+    columns = {"problem": "prompt", "answer": "solution"}
+    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), columns=columns)
     answers = [one.benchmark.records[0].answer for one in loaded]
     assert answers == ["3", "7"]
     training = tmp_path / "config.yaml"

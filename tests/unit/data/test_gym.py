@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data import gym, load_benchmark, load_records
-from megatron_dcpo.data.benchmarks import name_of, parse_specs
-from megatron_dcpo.data.gym import HELD_OUT_SEED, VERIFIER, GymTask, gym_path, gym_rows, parse_gym
+from megatron_dcpo.data import gym
+from megatron_dcpo.data.benchmarks import load_benchmark, name_of, parse_specs
+from megatron_dcpo.data.datasets import load_records
+from megatron_dcpo.data.gym import HELD_OUT_SEED, GymTask, gym_path, gym_rows, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, Attempt
+from megatron_dcpo.judging.sources import GYM_VERIFIER
 from megatron_dcpo.judging.verifiers import verifiers
 from megatron_dcpo.types import VERIFIER_ERROR
 
@@ -69,7 +71,7 @@ def test_answers_are_scored_by_the_task() -> None:
     error, not a wrong answer.
     """
     records = load_records("reasoning_gym:isomorphic_strings?size=2") + load_records(SMALL)
-    verifier, form = verifiers(JudgingConfig(threshold=0.3), {})(VERIFIER)
+    verifier, form = verifiers(JudgingConfig(threshold=0.3), {})(GYM_VERIFIER)
     assert form is BOXED
     for record in records:
         right = f"so \\boxed{{{record.answer}}}"

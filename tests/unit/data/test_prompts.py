@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.datasets import PromptOptions, Record, message_prompts, render_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer, save_qwen3
 

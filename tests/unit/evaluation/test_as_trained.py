@@ -11,13 +11,12 @@ import pytest
 from megatron_dcpo import rollout
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.config.evaluation import load_evaluation
-from megatron_dcpo.data import load_prompts
-from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.data.datasets import PromptOptions, load_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.responders import ask_server
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.paths import EXAMPLES, REPOSITORY

@@ -13,18 +13,14 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.cli import evaluate as cli
-from megatron_dcpo.data import load_benchmark, render_prompts
-from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.data.benchmarks import load_benchmark
+from megatron_dcpo.data.datasets import PromptOptions, render_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.evaluate import (
-    equivalent_math,
-    evaluate_benchmark,
-    rejudge,
-    respond_at_once,
-)
+from megatron_dcpo.evaluation.evaluate import evaluate_benchmark, rejudge, respond_at_once
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
+from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.runtime import device
 from megatron_dcpo.types import Prompt, Response
@@ -217,8 +213,12 @@ def test_command_line_samples_and_scores_again(
         "megatron_dcpo.evaluation.local_model.check_sampled_model", lambda path: 1000
     )
     monkeypatch.setattr("megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None)
-    monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: engine)
-    monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(
+        "megatron_dcpo.evaluation.local_model.build_local_engine", lambda *args: engine
+    )
+    monkeypatch.setattr(
+        "megatron_dcpo.evaluation.local_model.load_tokenizer", lambda path: tokenizer
+    )
     out = tmp_path / "new"
     args = arguments(
         "--model",
@@ -254,9 +254,12 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
     )
     monkeypatch.setattr("megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None)
     monkeypatch.setattr(
-        "megatron_dcpo.rollout.build_local_engine", lambda *args: asked.append(args[2]) or engine
+        "megatron_dcpo.evaluation.local_model.build_local_engine",
+        lambda *args: asked.append(args[2]) or engine,
     )
-    monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(
+        "megatron_dcpo.evaluation.local_model.load_tokenizer", lambda path: tokenizer
+    )
     monkeypatch.setattr("megatron_dcpo.evaluation.local_model.choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(device, "_CPU", device._GPU if gpu else device._CPU)
     common = (

@@ -18,10 +18,10 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.programs import read_tests, write_tests
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.judging.answers import FENCED
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer
+from tests.helpers.judging import judge_many
 
 ADD = {
     "kind": "stdin",

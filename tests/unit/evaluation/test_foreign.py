@@ -16,7 +16,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.foreign import parse_columns, read_any
+from megatron_dcpo.evaluation.foreign import PRESETS, parse_columns, read_any
 from tests.helpers.paths import REPOSITORY
 
 pytestmark = pytest.mark.draws
@@ -60,102 +60,53 @@ def test_lm_evals_choices_have_the_share_of_the_chosen_one() -> None:
     assert first.measures.token_confidence == first.judgement.confidence
 
 
+@pytest.mark.parametrize(
+    ("file", "words", "expected"),
+    [
+        ("1.jsonl", "verl", [("2*3=", 1.0, 0.8), ("2*3=", 0.0, 0.9)]),
+        ("details_arith*", "lighteval", [("0", 1.0, 0.9), ("1", 0.0, 0.7), ("2", 1.0, None)]),
+        (
+            "traces.jsonl",
+            "verifiers,correct=traces.rewards.correct.score",
+            [("2*3=", 1.0, 0.9), ("2*3=", 0.0, 0.7), ("3*3=", 0.0, None)],
+        ),
+    ],
+)
+def test_whose_columns_they_are(
+    file: str, words: str, expected: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = FOREIGN.glob(file)
+    assert shown(path, **parse_columns(words)) == expected
+    assert ("1 rows" in caplog.text) == (file == "traces.jsonl"), "a failed episode is counted"
+
+
 def test_completions_of_trl_are_grouped_by_prompt() -> None:
-    samples = read_any(FOREIGN / "completions_00001.parquet")
+    samples = read_any(FOREIGN / "completions_00001.parquet", parse_columns("trl,correct=right"))
     assert len(samples) == 8
     assert len({s.prompt.prompt_id for s in samples}) == 2
     assert [s.response.sample_index for s in samples] == [0, 1, 2, 3] * 2
     assert sum(s.judgement.correct for s in samples) == 7
 
 
-def test_rollouts_of_verl_have_their_scores() -> None:
-    assert shown(FOREIGN / "1.jsonl") == [("2*3=", 1.0, 0.8), ("2*3=", 0.0, 0.9)]
-
-
-def test_generations_of_lighteval_state_their_confidence() -> None:
-    (path,) = FOREIGN.glob("details_arith*")
-    assert shown(path) == [("0", 1.0, 0.9), ("1", 0.0, 0.7), ("2", 1.0, None)]
-    first = read_any(path)[0].prompt
-    assert (first.task, first.problem, first.ground_truth) == ("arith", "Question: 2*3=", "6")
-
-
-def test_lightevals_choices_have_the_share_of_the_chosen_one() -> None:
-    (path,) = FOREIGN.glob("details_pick*")
-    first, second = read_any(path)
-    share = 1 / (1 + math.exp(-1) + math.exp(-2))
-    assert first.judgement.confidence == pytest.approx(share, rel=1e-12)
-    assert first.measures.token_confidence == first.judgement.confidence
-    assert (first.prompt.ground_truth, second.prompt.ground_truth) == ("A", "C")
-    assert (first.judgement.correct, second.judgement.correct) == (1.0, 0.0)
-
-
-def test_traces_of_verifiers_and_prime_rl(caplog: pytest.LogCaptureFixture) -> None:
-    samples = read_any(FOREIGN / "traces.jsonl")
-    assert shown(FOREIGN / "traces.jsonl") == [
-        ("2*3=", 1.0, 0.9),
-        ("2*3=", 0.0, 0.7),
-        ("3*3=", 0.0, None),
-    ]
-    assert [s.response.sample_index for s in samples] == [0, 1, 0]
-    assert [s.response.finish_reason for s in samples] == ["stop", "stop", "length"]
-    assert "1 of 4" in caplog.text, "the failed episode is counted"
-
-
-def test_a_judges_trace_is_no_answer(tmp_path: Path) -> None:
-    episode = json.loads((FOREIGN / "traces.jsonl").read_text().splitlines()[0])
-    judge = json.loads(json.dumps(episode["traces"][0]))
-    judge["agent"]["trainable"] = False
-    judge["rewards"]["correct"]["score"] = 0.0
-    episode["traces"].append(judge)
-    path = tmp_path / "traces.jsonl"
-    path.write_text(json.dumps(episode) + "\n")
-    assert shown(path) == [("2*3=", 1.0, 0.9)]
-
-
-def test_a_column_inside_another_one() -> None:
-    columns = parse_columns(
-        "correct=traces.0.rewards.correct.score,"
-        "text=traces.0.nodes.1.message.content,group=task.key"
-    )
-    with pytest.raises(UserError, match=r"row 4.*traces\.0"):
-        read_any(FOREIGN / "traces.jsonl", columns)
-    (path,) = FOREIGN.glob("details_arith*")
-    columns = parse_columns(
-        "correct=metric.extractive_match,text=model_response.text.0,group=doc.id"
-    )
-    assert shown(path, **columns) == shown(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"metric": {"f1": 0.5, "bleu": 0.1}}, "f1, bleu"),
-        ({"metric": {}}, "none"),
-        ({"model_response": {"text": ["a", "b"]}}, "2 responses"),
-        ({"doc": {}}, "--columns"),
-    ],
-)
-def test_odd_details_are_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    row = {
-        "doc": {"id": "1", "query": "q", "choices": ["a"], "gold_index": 0, "task_name": "t|0"},
-        "metric": {"em": 1.0},
-        "model_response": {"text": ["a"]},
+def test_a_column_inside_another_one(tmp_path: Path) -> None:
+    row: dict[str, Any] = {
+        "rewards": [{"score": 1.0}],
+        "said": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
     }
-    path = tmp_path / "details.jsonl"
+    path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert shown(path) == [("1", 1.0, None)]
-    path.write_text(json.dumps({**row, **change}) + "\n")
-    with pytest.raises(UserError, match=named):
-        read_any(path)
-
-
-def test_several_rewards_of_a_trace_are_refused_by_name(tmp_path: Path) -> None:
-    episode = json.loads((FOREIGN / "traces.jsonl").read_text().splitlines()[0])
-    episode["traces"][0]["rewards"]["format"] = {"score": 1.0, "weight": 0.2}
-    path = tmp_path / "traces.jsonl"
-    path.write_text(json.dumps(episode) + "\n")
-    with pytest.raises(UserError, match="correct, format"):
-        read_any(path)
+    columns = {"correct": "rewards.score", "text": "said"}
+    (sample,) = read_any(path, columns)
+    assert sample.response.text == "a"
+    several = {**row, "rewards": [{"score": 1.0}, {"score": 0.0}]}
+    path.write_text(json.dumps(several) + "\n")
+    with pytest.raises(UserError, match=r"rewards\.0"):
+        read_any(path, columns)
+    path.write_text(json.dumps({**row, "said": ["a", "b"]}) + "\n")
+    with pytest.raises(UserError, match="2 responses"):
+        read_any(path, columns)
+    with pytest.raises(UserError, match="no answered problem"):
+        read_any(path, {**columns, "correct": "rewards.none"})
 
 
 def test_a_table_by_its_columns(tmp_path: Path) -> None:
@@ -218,13 +169,8 @@ def test_our_own_samples_stay_what_they_are(tmp_path: Path) -> None:
         ("a.jsonl", [{"x": 1}], {"correct": "y"}, "'y'"),
         ("a.jsonl", [{"x": 7}], {"correct": "x"}, "row 1"),
         ("a.jsonl", [{"x": 1, "p": 1.2}], {"correct": "x", "confidence": "p"}, "1.2"),
-        ("a.jsonl", [{"input": "a", "output": "b", "score": 3.5}], {}, "3.5"),
-        (
-            "a.jsonl",
-            [{"step": 1, "prompt": "a", "completion": "b", "advantage": 0, "r": 1, "s": 1}],
-            {},
-            "r, s",
-        ),
+        ("a.jsonl", [{"input": "a", "output": "b", "score": 3.5}], {"correct": "score"}, "3.5"),
+        ("a.jsonl", [{"input": "a", "output": "b", "score": 1}], {}, "verl"),
         (
             "a.jsonl",
             [{"doc_id": 1, "resps": [["a"]], "target": "b", "bleu": 1, "metrics": ["bleu"]}],
@@ -264,7 +210,7 @@ def test_odd_columns_are_refused(text: str) -> None:
 
 def test_a_report_of_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
-    files = [str(path) for path in sorted(FOREIGN.iterdir())]
+    files = [str(path) for path in sorted(FOREIGN.glob("[as]*"))]
     assert main(["report", *files, "--out", str(page)]) == 0
     assert "arith" in capsys.readouterr().out
     assert page.read_text().count("<svg") >= 2
@@ -359,7 +305,7 @@ def test_end_tokens_that_a_log_has_kept_are_no_text(tmp_path: Path, end: str) ->
     file = tmp_path / "1.jsonl"
     row = {"input": "2+2=", "output": f"4\n<conf> Confidence: 0.8{end}", "score": 1.0, "step": 1}
     file.write_text(json.dumps(row) + "\n")
-    assert shown(file) == [("2+2=", 1.0, 0.8)]
+    assert shown(file, **PRESETS["verl"]) == [("2+2=", 1.0, 0.8)]
 
 
 @pytest.mark.parametrize("responses", [[["4", "5"]], [["4"], ["5"]]])
@@ -478,7 +424,7 @@ def test_an_end_token_that_a_log_kept_is_no_part_of_the_answer(tmp_path: Path, e
         "data_source": "sums",
     }
     file.write_text(json.dumps(row) + "\n")
-    (sample,) = read_any(file)
+    (sample,) = read_any(file, parse_columns("verl,task=data_source"))
     assert sample.judgement.status == "ok"
     assert sample.judgement.confidence == 0.8
     assert sample.prompt.task == "sums"

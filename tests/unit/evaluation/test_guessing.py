@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.kinds import MOST_KINDS, NO_KIND
+from megatron_dcpo.data.problem_kinds import MOST_KINDS, NO_KIND
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.evaluation.scoring import by_kind, prompt_blind, score_samples
 from tests.helpers.evaluated import changed, evaluated, make_sample

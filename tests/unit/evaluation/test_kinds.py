@@ -14,9 +14,7 @@ import pytest
 from megatron_dcpo.calibration import auroc, auroc_within, fitted_lookup
 from megatron_dcpo.cli import main
 from megatron_dcpo.data.datasets import load_records
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.headline import METRICS
-from megatron_dcpo.evaluation.kinds import (
+from megatron_dcpo.data.problem_kinds import (
     NO_KIND,
     check_kinds,
     columns_of,
@@ -24,6 +22,8 @@ from megatron_dcpo.evaluation.kinds import (
     kinds_of,
     possible_kinds,
 )
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.headline import METRICS
 from megatron_dcpo.evaluation.lm_eval_metrics import auroc_within as of_lm_eval
 from megatron_dcpo.evaluation.lm_eval_metrics import process_results
 from megatron_dcpo.evaluation.samples import Sample, read_samples, write_samples

@@ -61,7 +61,6 @@ UNREAD = [
     (SAMPLES, ["--limit", "5"], "--limit"),
     (SAMPLES, ["--benchmarks", "math500"], "--benchmarks"),
     (SAMPLES, ["--temperature", "0.3"], "--temperature"),
-    (SAMPLES, ["--keep", "states"], "--keep"),
     (SAMPLES, ["--model-name", "m"], "--model-name"),
     (SAMPLES, ["evaluation.samples=3"], "evaluation.samples"),
     (SAMPLES, ["--threshold", "0.9"], "--threshold"),
@@ -89,7 +88,7 @@ READ = [
     (SAMPLES, ["--kinds", "digits", "--resamples", "0", "--seed", "4", "--marker", "<sure>"]),
     (SAMPLES, ["--confidence", "token"]),
     ([*SAMPLES, "--rejudge"], ["--threshold", "0.9", "--test-seconds", "4"]),
-    (SERVER, ["rollout.max_response_length=64", "--data-dir", "gone"]),
+    (SERVER, ["rollout.max_response_length=64"]),
     (MODEL, ["--verifier", "f1", "--threshold", "0.5"]),
     (MODEL, ["--dtype", "float32", "--batch-size", "3", "--engine", "transformers"]),
 ]
@@ -185,17 +184,8 @@ def test_a_greedy_evaluation_has_one_response() -> None:
         config_of("--model", "m", "--temperature", "0", "--repeats", "2")
 
 
-def test_states_are_kept_of_a_model() -> None:
-    assert config_of("--model", "m", "--keep", "states").evaluation.keep == "states"
-    with pytest.raises(UserError, match="--keep states"):
-        config_of("--endpoint", "http://h/v1", "--keep", "states")
-
-
 def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() -> None:
-    names = (
-        "template corrections untested temperature top_p top_k max_tokens seed extra_body "
-        "top_logprobs model"
-    )
+    names = "template temperature top_p top_k max_tokens seed extra_body top_logprobs model"
     settings = settings_of(load_evaluation({"run_dir": "r"}), "m", today())
     assert set(settings) == {*names.split(), "date"}
     server = {"run_dir": "r", "endpoint.url": "http://h/v1", "endpoint.api": "chat"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dcpo.evaluation.programs import normal_form, same_program
+from megatron_dcpo.judging.same_program import normal_form, same_program
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.cli import report as cli
 from megatron_dcpo.codec import VERSION
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation import report
 from megatron_dcpo.evaluation.alike import evaluated_alike
 from megatron_dcpo.evaluation.headline import format_value
 from megatron_dcpo.evaluation.runs import find_runs
@@ -430,101 +429,6 @@ def test_dcpo_report_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert args.run(args) == 0
     assert "Accuracy" in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()
-
-
-def test_published_numbers_stand_beside_ours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every shipped row is shown with its mark; ours are the means over the paper's benchmarks,
-    whatever else was evaluated.
-    """
-    samples = []
-    for seed, name in enumerate((*PAPERS, "toy")):
-        samples += make_samples(6, benchmark=name, seed=seed)
-    evaluation: Any = evaluated(tmp_path / "run", samples=samples)
-    assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["against"]
-    shipped = published.load_published("paper")
-    assert len(rows) == len(shipped) > 15
-    ours = {
-        (r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows
-    }
-    scores = [evaluation["benchmarks"][name] for name in PAPERS]
-    pce = fmean(of["verbal"]["pce"] for of in scores)
-    assert ours["DCPO", "overall", "verbal", "pce"] == pytest.approx(pce)
-    accuracy = fmean(of["accuracy"] for of in scores)
-    assert ours["DCPO", "overall", "verbal", "accuracy"] == pytest.approx(accuracy)
-    of_aime = evaluation["benchmarks"]["aime24"]["token"]
-    assert ours["base", "aime24", "token", "ece"] == of_aime["ece"]
-    # over which problems these are is not known
-    assert ours["DCPO", "overall", "verbal", "mean_length"] is None
-    assert ours["DCPO", "overall", "verbal", "violation_rate"] is None
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert (
-        page.count("not the mean of the five columns")
-        == sum("five columns" in row.mark for row in shipped)
-        == 7
-    )
-    assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
-    assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
-
-
-def test_an_overall_value_is_left_out_where_a_benchmark_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not evaluated, or undefined there: no other mean stands for it."""
-    evaluated(tmp_path / "toy")
-    samples = []
-    for seed, name in enumerate(PAPERS[1:]):
-        samples += make_samples(6, benchmark=name, seed=seed)
-    evaluated(tmp_path / "four", samples=samples)
-    all_wrong = [changed(s, correct=0.0) for s in make_samples(6, benchmark=PAPERS[0])]
-    five: Any = evaluated(tmp_path / "five", samples=all_wrong + samples)
-    assert five["overall"]["macro"]["token"]["auroc"] is None
-    assert five["overall"]["macro"]["token"]["ece"] is not None
-    evaluations = {run.name: run.evaluation for run in find_runs([tmp_path])}
-    rows = published.load_published("paper")
-    of_paper = {
-        (row["confidence"], row["metric"]): row["ours"]
-        for row in published.compare(evaluations, rows)
-        if row["over"]
-    }
-    assert of_paper["token", "auroc"] == {"five": None, "four": None, "toy": None}
-    assert of_paper["token", "ece"]["five"] == pytest.approx(
-        five["overall"]["macro"]["token"]["ece"]
-    )
-    lines = published.left_out(evaluations, rows)
-    assert [line.partition(":")[0] for line in lines[:-1]] == ["four", "toy"]
-    assert lines[0].endswith(f": {PAPERS[0]}")
-    command = ["report", str(tmp_path), "--against", "paper"]
-    assert main(command) == 0
-    assert all(line in capsys.readouterr().out.splitlines() for line in lines[:1])
-    assert lines[0] in (tmp_path / "report.html").read_text()
-
-
-def test_marked_rows_are_really_inconsistent() -> None:
-    """What is called no mean differs from the mean of the columns by more than rounding."""
-    for row in published.load_published("paper"):
-        if "five columns" in row.mark:
-            assert row.recomputed is not None
-            assert abs(row.printed - row.recomputed) > 0.001
-        else:
-            assert row.recomputed is None
-    assert round(1 - 0.128 / 0.435, 3) == 0.706
-
-
-def test_another_table_and_bad_ones(tmp_path: Path) -> None:
-    head = "method,benchmark,confidence,metric,printed,recomputed,mark,source\n"
-    (tmp_path / "t.csv").write_text(head + "me,toy,verbal,ece,0.1,,,here\n")
-    assert published.load_published(str(tmp_path / "t.csv")) == [
-        published.Published("me", "toy", "verbal", "ece", 0.1, None, "", "here")
-    ]
-    for text in (head + "me,toy,verbal,ece,much,,,here\n", "method,printed\nme,0.1\n"):
-        (tmp_path / "bad.csv").write_text(text)
-        with pytest.raises(UserError, match=r"bad\.csv:2"):
-            published.load_published(str(tmp_path / "bad.csv"))
-    with pytest.raises(UserError, match="No such file"):
-        published.load_published(str(tmp_path / "none.csv"))
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.agents import AgentRollout, options_of
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.chat_policy import ScriptedEngine
 from tests.helpers.paths import EXAMPLES

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from tests.helpers.paths import EXAMPLES, QUICKSTART, REPOSITORY
 
 ELSEWHERE = EXAMPLES / "elsewhere"

@@ -7,9 +7,9 @@ import pytest
 from megatron_dcpo.judging.answers import FENCED, Attempt, Outcome
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.judging import judge_many
 
 RESPONSE = (
     "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n<conf> Confidence: 0.75"

@@ -14,15 +14,11 @@ import pytest
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import (
-    FunctionVerifier,
-    VerifierFailed,
-    check_error_rate,
-    load_function,
-)
-from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.function_verifier import FunctionVerifier, load_function
+from megatron_dcpo.judging.verdicts import VerifierFailed, check_error_rate
 from megatron_dcpo.training.metrics import verifier_metrics
 from megatron_dcpo.types import VERIFIER_ERROR, Judgement, Prompt, Response
+from tests.helpers.judging import judge_many
 
 pytestmark = pytest.mark.slow
 FUNCTIONS = """

@@ -17,10 +17,11 @@ import pytest
 
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.judging.answers import FENCED, Outcome
-from megatron_dcpo.judging.judge import judge_many, with_text
+from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
+from tests.helpers.judging import judge_many
 from tests.helpers.paths import FIXTURES
 
 GOLDEN = json.loads((FIXTURES / "judge_golden.json").read_text())

@@ -24,11 +24,11 @@ from megatron_dcpo.cli.judge import read_answer
 from megatron_dcpo.data.datasets import final_answer
 from megatron_dcpo.data.prompts import bare_problem, box_instruction
 from megatron_dcpo.errors import one_line
-from megatron_dcpo.evaluation.programs import normal_form
 from megatron_dcpo.evaluation.report import render_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.samples import Sample, sample_line
 from megatron_dcpo.judging import answers
+from megatron_dcpo.judging.abstention import normalize
 from megatron_dcpo.judging.answers import (
     BOXED,
     FENCED,
@@ -43,8 +43,9 @@ from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.math import plain_text
 from megatron_dcpo.judging.math.equivalence import quick_verdict
-from megatron_dcpo.judging.questions import normalize, normalize_triviaqa
+from megatron_dcpo.judging.questions import normalize_triviaqa
 from megatron_dcpo.judging.replies import response_of_choice
+from megatron_dcpo.judging.same_program import normal_form
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import Prompt, Response

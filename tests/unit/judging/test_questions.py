@@ -13,22 +13,20 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.choices import chosen_letter
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.questions import (
-    check_questions,
     f1,
-    is_abstention,
-    normalize,
     normalize_triviaqa,
     question_verifier,
     same_answer,
     same_choice,
 )
-from megatron_dcpo.judging.verifiers import verifier_for, verifiers
+from megatron_dcpo.judging.verifiers import check_problems, verifier_for, verifiers
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.judging import judge_many
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 from tests.unit.data.test_questions import HOTPOT, MMLU, TRIVIA, lines
@@ -383,9 +381,9 @@ def test_data_for_another_verifier_is_refused(
 
 def test_records_are_checked_as_prompts_are() -> None:
     with pytest.raises(UserError, match=r"f: t/0: judging\.verifier=choice"):
-        check_questions("choice", [Record("t", 0, (), "x")], "f")
-    check_questions("choice", [Record("t", 0, (), "A")], "f")
-    check_questions("math", [Record("t", 0, (), "")], "f")
+        check_problems("choice", [Record("t", 0, (), "x")], "f")
+    check_problems("choice", [Record("t", 0, (), "A")], "f")
+    check_problems("math", [Record("t", 0, (), "")], "f")
 
 
 def test_dcpo_judge_takes_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

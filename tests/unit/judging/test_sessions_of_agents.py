@@ -10,10 +10,11 @@ import pytest
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import with_verdicts
-from megatron_dcpo.judging.judge import judge_many, with_text
+from megatron_dcpo.judging.judge import with_text
+from megatron_dcpo.judging.verdicts import with_verdicts
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.chat_policy import chat_tokens
+from tests.helpers.judging import judge_many
 
 CHAT = chat_tokens()
 END = CHAT.eos_ids[0]

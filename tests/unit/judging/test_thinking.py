@@ -19,7 +19,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, rejudge
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, Attempt, Outcome
 from megatron_dcpo.judging.blocks import split_blocks, split_text
-from megatron_dcpo.judging.judge import judge_many, with_text
+from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.thinking import (
     KNOWN,
     answer_start,
@@ -29,7 +29,7 @@ from megatron_dcpo.judging.thinking import (
 )
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import ObjectiveConfig, build_method
-from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
     BLOCK_REASONING,
@@ -39,6 +39,7 @@ from megatron_dcpo.types import (
     TrainingSample,
 )
 from tests.helpers.evaluated import make_sample
+from tests.helpers.judging import judge_many
 from tests.helpers.tokenizers import EOS, byte_level, save_qwen3, table_of
 
 THINK = KNOWN[0]

@@ -17,12 +17,12 @@ from megatron_dcpo.config import Config, JudgingConfig, as_dict, load_config, to
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.field_types import VerifierChoice, WeightedVerifier, as_written
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.problems import check_answers, load_problems
+from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.run import settings_of
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import VerifierFailed, check_error_rate
-from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.verdicts import VerifierFailed, check_error_rate
 from megatron_dcpo.judging.verifiers import (
+    check_problems,
     check_verifier,
     digest_of,
     form_of,
@@ -35,6 +35,7 @@ from megatron_dcpo.training.metrics import verifier_metrics
 from megatron_dcpo.training.provenance import differences
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.types import VERIFIER_ERROR, Prompt, Response
+from tests.helpers.judging import judge_many
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 
@@ -411,7 +412,7 @@ def test_built_in_members_alone_need_no_columns(tmp_path: Path) -> None:
     (problems,) = load_problems(f"own={path}", judging({"math": 1, "exact": 1}))
     (record,) = problems.benchmark.records
     assert record.row is None
-    check_answers(problems.verifier, [record], "here")
+    check_problems(problems.verifier, [record], "here")
 
 
 # -------------------------------------------------------------------------------- the command line

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from lab.world2 import GRAPHS
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.judging import judge_many
 
 WORLD = runpy.run_path(str(GRAPHS / "graphs.py"))
 walk, parse, key, solution, question = (

@@ -1,38 +1,21 @@
-"""The study of a language model: its problems are disjoint, and its records become tables."""
+"""The study of a language model: its records become tables."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lab.confidences import ACCURACY_GAINED, ADAPTERS, SAID_MINUS_LOOKUP, pack, packed_seeds, tables
-from lab.language_model import ROWS, STUDY, TAUGHT, write_problems
-from lab.results import read_archive, write_archive
+from lab.confidences import ACCURACY_GAINED, ADAPTERS, SAID_MINUS_LOOKUP, tables
+from lab.language_model import STUDY, TAUGHT
+from lab.results import write_archive
 
 ARMS = (
     *("stated", "constant", "lookup", "boosted trees", "bar", "probe", "stack", *ADAPTERS),
     f"{TAUGHT}, greedy",
 )
-
-
-def test_no_problem_is_in_two_parts(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    last = max(end for _, end in ROWS.values())
-    lines = [json.dumps({"problem": f"{number} + 1 ="}) + "\n" for number in range(last)]
-    (data / "train.jsonl").write_text("".join(lines))
-    files = write_problems(data, tmp_path / "problems")
-    parts = {name: files[name].read_text().splitlines() for name in ROWS}
-    assert {name: len(part) for name, part in parts.items()} == {
-        "reinforce": 2000,
-        "fit": 3000,
-        "test": 1000,
-    }
-    assert len(set().union(*parts.values())) == last
 
 
 def records(seed: int, answers: int) -> bytes:
@@ -50,16 +33,6 @@ def records(seed: int, answers: int) -> bytes:
     return json.dumps(row).encode()
 
 
-def test_seeds_that_another_machine_has_packed_stay(tmp_path: Path) -> None:
-    archive = tmp_path / STUDY.records
-    files = {f"{name}seed1.json": records(1, answers=4) for name in ("", "other.", "said_test.")}
-    write_archive(archive, files | {"seed2.json": records(2, answers=4)})
-    assert packed_seeds(STUDY, archive) == [1], "of the second something is missing"
-    before = read_archive(archive)
-    assert pack(STUDY, tmp_path / "runs", archive) == 0
-    assert read_archive(archive) == before
-
-
 def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) -> None:
     archive = tmp_path / STUDY.records
     files = {f"seed{seed}.json": records(seed, answers=40) for seed in (1, 2)}
@@ -72,7 +45,7 @@ def test_every_test_has_its_table_and_the_first_one_is_compared(tmp_path: Path) 
         said["arms"]["lookup"] = [0.5] * 40
         files[f"{STUDY.said}.seed{seed}.json"] = json.dumps(said).encode()
     write_archive(archive, files)
-    found = tables(archive, tmp_path, replace(STUDY, seeds=(1, 2)))
+    found = tables(archive, tmp_path, STUDY)
     assert found["seeds"] == ["1", "2"]
     assert found["arms"][TAUGHT]["brier"] == pytest.approx([0.01, 0.01])
     mean, low, high = found["minus"]["lookup"][TAUGHT]["pooled"]

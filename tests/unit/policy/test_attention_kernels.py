@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_dcpo.policy import layers, model
-from megatron_dcpo.rollout import TransformersEngine, transformers_engine
+from megatron_dcpo.rollout import transformers_engine
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime import device
 
 

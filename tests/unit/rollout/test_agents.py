@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.rollout.agents import (
     AgentHost,
     AgentOptions,
     AgentRollout,
     HostProgram,
-    check_error_rate,
     verdict_of,
 )
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.training.sampler import check_failed_sessions
 from megatron_dcpo.types import Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
 
@@ -439,10 +440,10 @@ def test_a_program_that_is_not_there_fails_by_name(tmp_path: Path) -> None:
 
 
 def test_too_many_failures_end_the_run() -> None:
-    check_error_rate(2, 40, 0.05, "step 1")
-    check_error_rate(0, 0, 0.05, "step 1")
+    check_failed_sessions(2, 40, 0.05, "step 1")
+    check_failed_sessions(0, 0, 0.05, "step 1")
     with pytest.raises(UserError, match=r"rollout\.max_error_rate"):
-        check_error_rate(3, 40, 0.05, "step 1")
+        check_failed_sessions(3, 40, 0.05, "step 1")
 
 
 @pytest.mark.parametrize(

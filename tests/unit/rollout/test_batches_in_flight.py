@@ -12,8 +12,8 @@ import pytest
 
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.types import Prompt
 
@@ -64,7 +64,7 @@ class Engine(VllmEngine):
 
     def __init__(self, llm_engine: TwoBatches) -> None:
         self.llm = SimpleNamespace(llm_engine=llm_engine)
-        self.options = VllmOptions()
+        self.options = EngineOptions()
         self.tensor_model_parallel_size = 1
         self.slot_steps = vllm_engine.SlotSteps()
 

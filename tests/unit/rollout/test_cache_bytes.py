@@ -10,19 +10,15 @@ import torch
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_host
-from megatron_dcpo.rollout.vllm_host import (
-    VllmOptions,
-    cache_bytes,
-    check_fp8_device,
-    check_release,
-)
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.vllm_host import cache_bytes, check_fp8_device, check_release
 from megatron_dcpo.runtime import device
 from tests.helpers.paths import REPOSITORY
 
 ARCH = read_architecture(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
 TOKEN = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 groups of 128, bf16
 WEIGHTS = 2 * 8_190_735_360
-OPTIONS = VllmOptions(max_model_len=4024, max_num_seqs=8, gpu_memory_utilization=0.5)
+OPTIONS = EngineOptions(max_model_len=4024, max_num_seqs=8, gpu_memory_utilization=0.5)
 
 
 def test_what_the_requests_need_is_enough():

@@ -12,9 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.arrivals import Arrivals
 from megatron_dcpo.rollout.door import Door
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.sessions import Session, SessionLimits
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
 

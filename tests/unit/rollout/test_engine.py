@@ -9,8 +9,9 @@ import pytest
 from megatron_dcpo.config import validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.rollout import choose_engine, engine
-from megatron_dcpo.rollout.engine import request_seed
+from megatron_dcpo.rollout import local_engine
+from megatron_dcpo.rollout.local_engine import choose_engine
+from megatron_dcpo.rollout.random_numbers import request_seed
 from megatron_dcpo.rollout.tokens import check_vocabulary, read_eos_token_ids
 from megatron_dcpo.runtime import device
 from tests.helpers.paths import QUICKSTART
@@ -44,7 +45,7 @@ def installed(monkeypatch):
 
     def pretend(there, gpu=False):
         monkeypatch.setattr(
-            engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None
+            local_engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None
         )
         monkeypatch.setattr(device, "has_cuda", lambda: gpu)
 

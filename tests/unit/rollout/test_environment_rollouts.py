@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data import load_records
-from megatron_dcpo.data.datasets import Record
+from megatron_dcpo.data.datasets import Record, load_records
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import verifiers
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.agents import AgentRollout, options_of
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
 from tests.helpers.environments import COUNTS, LETTERS, use_stand_ins

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions, check_engine_arguments
+from megatron_dcpo.rollout.vllm_host import check_engine_arguments
 from megatron_dcpo.types import Prompt
 from tests.helpers.vllm import needs_vllm
 
@@ -18,7 +19,7 @@ PROMPT = Prompt("p", (), (1, 2), "", "")
 def engine():
     made = object.__new__(VllmEngine)
     made.options, made.weights_version, made.eos_token_ids = (
-        VllmOptions(raw_logprobs=True),
+        EngineOptions(raw_logprobs=True),
         0,
         (0,),
     )
@@ -60,7 +61,7 @@ def test_flat_logprobs_are_read_as_they_are_written(engine, tops):
     ("slots", "asked", "expected"), [(512, 256, 256), (512, 1024, 512), (512, 0, 512)]
 )
 def test_no_more_slots_than_responses(slots, asked, expected):
-    assert VllmOptions(max_num_seqs=slots, responses=asked).at_once == expected
+    assert EngineOptions(max_num_seqs=slots, responses=asked).at_once == expected
 
 
 @needs_vllm

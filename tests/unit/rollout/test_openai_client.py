@@ -22,16 +22,15 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint
-from megatron_dcpo.rollout.sampling import sample_seed
+from megatron_dcpo.rollout.sampling import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
+from tests.helpers.judging import judge_many
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
 

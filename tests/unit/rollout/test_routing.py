@@ -10,11 +10,13 @@ import torch
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.routing import every_rank_returns_experts
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions, check_engine_arguments
+from megatron_dcpo.rollout.vllm_host import check_engine_arguments
 from megatron_dcpo.training.preflight import check_model
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import EXAMPLES
@@ -59,7 +61,7 @@ def test_experts_of_a_completion_of_vllm(record):
     ``take_output`` of the scheduler ends before the token that was sampled last.
     """
     engine = object.__new__(VllmEngine)
-    engine.options, engine.weights_version = VllmOptions(record_experts=record), 0
+    engine.options, engine.weights_version = EngineOptions(record_experts=record), 0
     prompt, experts = (
         Prompt("p", (), (1, 2), "", ""),
         np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 from tests.helpers.paths import EXAMPLES
 

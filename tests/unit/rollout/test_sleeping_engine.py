@@ -15,8 +15,8 @@ import pytest
 
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import _CPU, DeviceLost, device_failed
 from tests.helpers.cumem import Allocator, Driver, Extension, Llm
 
@@ -45,7 +45,7 @@ class Machine:
         self.trainer = None
         self.engine = VllmEngine.__new__(VllmEngine)
         self.engine.__dict__ |= {
-            "options": VllmOptions(),
+            "options": EngineOptions(),
             "arch": None,
             "_asleep": False,
             "weights_version": 0,

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dcpo.data.datasets import draw_prompts
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.rollout.engine import PartialRollout, uniforms
-from megatron_dcpo.rollout.transformers_engine import prefill, sample_token
+from megatron_dcpo.rollout.engine import PartialRollout
+from megatron_dcpo.rollout.random_numbers import uniforms
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine, prefill, sample_token
 from megatron_dcpo.types import Prompt
 
 

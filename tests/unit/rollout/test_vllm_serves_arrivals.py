@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.arrivals import Arrivals, Call
 from megatron_dcpo.rollout.engine import Engine, SlotSteps
+from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.types import Prompt, Response

@@ -8,9 +8,11 @@ import contextlib
 import gzip
 import json
 import logging
+import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -307,3 +309,39 @@ def test_a_lost_host_of_the_job_is_noticed_by_the_kernel(
     }
     for option, value in watched.items():
         assert asked.get(option) == (value if of_a_job else None)
+
+
+class Counting(BaseHTTPRequestHandler):
+    """Keeps connections, sets a cookie, and answers with the number of connections so far and the
+    cookie that came.
+    """
+
+    protocol_version = "HTTP/1.1"
+    connections = 0
+
+    def setup(self) -> None:
+        super().setup()
+        type(self).connections += 1
+
+    def do_GET(self) -> None:
+        text = json.dumps([self.connections, self.headers.get("Cookie")]).encode()
+        self.send_response(200)
+        self.send_header("Set-Cookie", "name=value")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_requests_share_a_connection_and_no_cookie_and_a_fork_has_its_own() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Counting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        replies = [JsonClient(url).call("/") for _ in range(3)]
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            forked = pool.submit(JsonClient(url).call, "/").result(timeout=20)
+        server.shutdown()
+    assert replies == [[1, None]] * 3
+    assert forked == [2, None]

@@ -12,7 +12,7 @@ import torch
 from megatron_dcpo.policy import optimizer
 from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.runtime import device, megatron_private
-from megatron_dcpo.training import confidence_adapter, loop, supervised
+from megatron_dcpo.training import loop, supervised
 from megatron_dcpo.training.sampler import Batch
 
 
@@ -55,30 +55,18 @@ def test_nothing_on_the_cpu(monkeypatch):
     device.expandable_segments(True)
 
 
-@pytest.mark.parametrize("verb", ["sft", "calibrate --kind adapter", "its --apply"])
-def test_on_where_there_is_no_engine(calls, monkeypatch, verb):
-    """``dcpo calibrate --kind adapter`` trains by the same run as ``dcpo sft``."""
+def test_on_where_there_is_no_engine(calls, monkeypatch):
     megatron_less = SimpleNamespace(megatron=None)
     frozen = SimpleNamespace(frozen=True)
-    for module in (supervised, confidence_adapter):
-        for name in ("open_topology", "Trainer"):
-            monkeypatch.setattr(module, name, MagicMock())
-        monkeypatch.setattr(module, "build_policy", lambda *_, **__: frozen)
-        monkeypatch.setattr(module, "build_optimizer", lambda *_: megatron_less)
-    for name in ("start_watch", "build_saver", "Checkpointer", "SupervisedRecords", "with_steps"):
+    monkeypatch.setattr(supervised, "build_policy", lambda *_, **__: frozen)
+    monkeypatch.setattr(supervised, "build_optimizer", lambda *_: megatron_less)
+    parts = ("open_topology", "Trainer", "start_watch", "build_saver", "Checkpointer")
+    for name in (*parts, "SupervisedRecords", "with_steps"):
         monkeypatch.setattr(supervised, name, MagicMock())
     monkeypatch.setattr(supervised.distributed, "all_gather_objects", lambda each: [each])
-    if verb == "its --apply":
-        monkeypatch.setattr(confidence_adapter, "answers_of", lambda *_: [])
-        monkeypatch.setattr(confidence_adapter, "_readings", lambda *_: [])
-        monkeypatch.setattr(confidence_adapter, "with_model_here", lambda config: config)
-        confidence_adapter.read_out(MagicMock(), [], MagicMock())
-    else:
-        module = supervised if verb == "sft" else confidence_adapter
-        config = SimpleNamespace(run_dir="run")
-        supervised.with_steps.return_value = MagicMock(run_dir="run")
-        with module.build(config, SimpleNamespace(examples=[])):
-            pass
+    supervised.with_steps.return_value = MagicMock(run_dir="run")
+    with supervised.build(SimpleNamespace(run_dir="run"), SimpleNamespace(examples=[])):
+        pass
     assert calls == ["synchronize", "empty", "expandable_segments:True"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import write_samples
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import Judgement, TrainingSample
@@ -115,7 +117,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     target = recorder(tmp_path / "run", rank=1)
     with target.from_step(1):
         record(target, 1)
-        target.write_validation(1, [])
+        target.write_validation(1, partial(write_samples, []))
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import Stopped, UserError
-from megatron_dcpo.rollout import EngineError
+from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from megatron_dcpo.architectures.config_json import read_architecture
-from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.training.mismatch import (
     ROUTING_MISMATCH_THRESHOLD,
     mismatch_statistics,

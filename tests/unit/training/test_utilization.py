@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from megatron_dcpo.architectures.config_json import read_architecture
-from megatron_dcpo.config import ParallelConfig, load_config
-from megatron_dcpo.planning.machine import Machine
-from megatron_dcpo.planning.plan import make_plan
+from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.runtime import device
-from megatron_dcpo.training import metrics, recorder
+from megatron_dcpo.training import metrics
 from megatron_dcpo.weights.layout import Layout
 from tests.helpers.paths import REPOSITORY
 
@@ -52,17 +50,3 @@ def test_utilization_of_the_training_phase(monkeypatch):
         3 * sequence_flops(arch, layout, tokens=32_000, length=2000) / 2.0 / 8 / 1e12
     )
     assert metrics.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
-
-
-def test_planned_memory_stands_beside_the_measured(monkeypatch):
-    path = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
-    config = load_config(
-        path, [f"model.path={REPOSITORY / 'megatron_dcpo/planning/models/Qwen/Qwen3-8B'}"]
-    )
-    assert recorder.planned_memory(config, 8) == {}, "nothing on the CPU"
-    monkeypatch.setattr(recorder, "capabilities", lambda: SimpleNamespace(separate_memory=True))
-    plan = make_plan(config, Machine(gpus=8))
-    found = recorder.planned_memory(config, 8)
-    assert found["memory/planned/train"] == pytest.approx(plan.largest.total / 1e9)
-    assert found["memory/planned/train"] > found["memory/planned/save"] > 0
-    assert found["memory/planned/rollout"] == pytest.approx(plan.rollout_bytes / 1e9)

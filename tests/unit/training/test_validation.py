@@ -1,8 +1,9 @@
-"""Validator alone: it returns what it found, and changes nothing else."""
+"""HeldOutValidator alone: it returns what it found, and changes nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import Collectives
+from megatron_dcpo.training import held_out_validator
 from megatron_dcpo.training.generation import Generation
-from megatron_dcpo.training.validation import Validator
+from megatron_dcpo.training.held_out_validator import HeldOutValidator
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.samplers import Clockwork, length_of, one_rank, unwatched
@@ -32,7 +34,7 @@ class Forgetful(Clockwork):
         self.forgotten += 1
 
 
-def validator(engine: Any, interval: int = 2) -> Validator:
+def validator(engine: Any, interval: int = 2) -> HeldOutValidator:
     prompts = {f"p{n}": Prompt(f"p{n}", (), (1,), "1", "t") for n in range(3)}
     held_out: Any = SimpleNamespace(
         prompts=prompts,
@@ -44,15 +46,19 @@ def validator(engine: Any, interval: int = 2) -> Validator:
     config = load_config(QUICKSTART / "dcpo.yaml", [*overrides, "training.steps=5"])
     watch: Any = None
     generation = Generation(engine, Collectives(), watch)
-    return Validator(held_out, generation, unwatched(), config)
+    return HeldOutValidator(held_out, generation, unwatched(), config)
 
 
-def test_it_returns_metrics_and_samples() -> None:
+def test_it_returns_metrics_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    responses: list[Any] = []
+    monkeypatch.setattr(
+        held_out_validator, "write_samples", lambda samples, path: responses.extend(samples)
+    )
     engine = Forgetful()
     validation = validator(engine).validate()
     assert validation is not None
     assert validation.metrics == {"evaluation/t/n": 6.0}
-    responses: list[Any] = validation.samples
+    validation.write(Path())
     assert [response.key for response in responses] == [
         (f"p{n}", index) for n in range(3) for index in range(2)
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import EngineError
+from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.training import weight_sync as module
 from megatron_dcpo.training.loop import MAX_RESTARTS, push_weights
 from megatron_dcpo.training.run import tensors_to_hand_over

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import TransformersEngine
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.weights.adapter_shape import adapter_shape
 from megatron_dcpo.weights.hf_checkpoint import (
     HFReader,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.evaluation.equal_data import at_equal_data
-from megatron_dcpo.evaluation.report import render_report
+from lab.equal_data import at_equal_data
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 
 
@@ -73,7 +72,6 @@ def test_a_run_that_began_beyond_the_amount_has_no_values() -> None:
     assert responses.amount == 80
     assert responses.rows["small"]["responses"] == 80
     assert set(responses.rows["large"].values()) == {None}
-    assert render_report([small, large])
 
 
 def test_runs_that_did_not_count_have_no_part() -> None:
@@ -85,10 +83,3 @@ def test_runs_that_did_not_count_have_no_part() -> None:
     counted = at_equal_data([resumed, trained("new", rows(3, 5, 90)), old])
     assert [equal.what for equal in counted] == ["responses"]
     assert set(counted[0].rows) == {"resumed", "new"}
-
-
-def test_the_report_has_a_table_of_each() -> None:
-    page = render_report([trained("grpo", rows(40, 20, 200)), trained("dcpo", rows(40, 10, 80))])
-    assert "400 informative groups" in page
-    assert "3,200 responses" in page
-    assert "15.5%" in page

@@ -1,0 +1,34 @@
+"""The verifier of mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import BOXED
+from megatron_dcpo.judging.math.pool import verify_answers
+from megatron_dcpo.judging.verifier_kind import (
+    Problems,
+    VerifierKind,
+    answer_in_row,
+    check_plain_answers,
+)
+
+
+def _check_problems(name: str, problems: Problems, source: str) -> None:
+    """Raise :class:`UserError` for the first problem with several answers."""
+    check_plain_answers(name, problems, source)
+    for problem in problems:
+        answer = answer_in_row(problem)
+        if isinstance(answer, list | Mapping):
+            raise UserError(
+                f"{source}: {problem.prompt_id}: the answer has several texts, {answer!r:.60}; "
+                "judging.verifier=math takes one, exact and f1 take any of them"
+            )
+
+
+MATH = VerifierKind(
+    form=BOXED,
+    build=lambda name, options, tests: verify_answers,
+    check_problems=_check_problems,
+)
