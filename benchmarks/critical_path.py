@@ -148,7 +148,6 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
             "logging.to=[]",
             "logging.samples_interval=0",
             "training.save_interval=0",
-            "training.export_hf=false",
             *overrides,
         ],
     )

@@ -60,7 +60,6 @@ def measurements() -> Iterator[Measurement]:
             command="",
             at_once=SESSIONS,
             seconds=3600.0,
-            memory_mb=512,
             calls=8,
             sequence_tokens=PROMPT_TOKENS + TOKENS,
             marker="<conf>",

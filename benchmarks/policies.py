@@ -115,7 +115,6 @@ def overrides(
         "objective.name=grpo",
         "training.steps=1000",
         "training.save_interval=0",
-        "training.export_hf=false",
         "logging.to=[]",
         "optimizer.lr=1e-6",
         *more,

@@ -65,7 +65,7 @@ tests() { # FILE SELECTION
 }
 
 train() { # CONFIG OPTIONS
-    echo "$python -m megatron_dcpo train --config examples/quickstart/$1 ${dry:+--dry-run} logging.to=[] training.export_hf=false ${*:2}"
+    echo "$python -m megatron_dcpo train --config examples/quickstart/$1 ${dry:+--dry-run} logging.to=[] ${*:2}"
 }
 
 item() { # NAME LIMIT COMMAND

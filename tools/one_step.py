@@ -49,11 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         with counted_objects() as built:
-            train(
-                configuration(
-                    directory, "training.steps=1", "training.export_hf=false", "logging.to=[]"
-                )
-            )
+            train(configuration(directory, "training.steps=1", "logging.to=[]"))
         with build(configuration(directory)) as run:
             args.out.write_text(page(run, built))
         destroy()

@@ -35,7 +35,7 @@ from megatron_dcpo.runtime.brought import BROUGHT
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
 AGENT_OPTIONS = (
-    *("agent_sessions", "agent_seconds", "agent_memory_mb", "agent_calls"),
+    *("agent_sessions", "agent_seconds", "agent_calls"),
     *("asks_confidence", "max_error_rate"),
 )
 # What vLLM can make of the bf16 weights of linear layers when it loads them, by its names, the
@@ -516,14 +516,6 @@ def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Problem:
             f"rollout.max_staleness={rollout.max_staleness} does not go with "
             "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's"
         )
-    return None
-
-
-@rule("train")
-def an_action_needs_an_alarm(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.logprob_diff_action == "stop" and not rollout.logprob_diff_alarm:
-        return "rollout.logprob_diff_action=stop needs rollout.logprob_diff_alarm: from what on"
     return None
 
 

@@ -232,8 +232,6 @@ class AgentsConfig:
     """Agents that run at once for each engine, each in a process of its own."""
     agent_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds of a session, the policy's answers included, before its agent is ended."""
-    agent_memory_mb: Annotated[int, Field(ge=64)] = 2048
-    """MiB of memory of an agent's process."""
     agent_calls: Positive = 64
     """Calls of a session; the next one is refused."""
     asks_confidence: bool = True
@@ -269,11 +267,9 @@ class RolloutConfig(AgentsConfig):
     top_k: NonNegative = 0
     """Sample from the N most probable tokens (0: from all); needs objective.tis_level."""
     logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
-    """Largest difference of a token's log-prob between engine and trainer, in nats, before it
-    alarms (0: never).
+    """Largest difference of a token's log-prob between engine and trainer, in nats, before a
+    line in the log says so (0: never).
     """
-    logprob_diff_action: Literal["warn", "stop"] = "warn"
-    """What logprob_diff_alarm does: a line in the log, or the end of the run."""
     endpoint: Names = ()
     """Addresses of the vLLM servers of engine=server, as http://host:8000/v1; comma separated or a
     list. Every rank asks one of them.
@@ -447,8 +443,6 @@ class LoopConfig:
     """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has
     one.
     """
-    export_hf: bool = True
-    """Leave the trained policy as a Hugging Face directory, policy/."""
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
 
@@ -476,8 +470,6 @@ class TrainingConfig(LoopConfig):
     """Steps of which the first rank leaves a trace in profile/."""
     offload_optimizer_during_rollout: bool = False
     """The state of the optimizer waits in the host's memory while responses are sampled."""
-    on_warning: Literal["log", "stop"] = "log"
-    """What a warning (docs/metrics.md#warnings) does: a line in the log, or the end of the run."""
 
     @property
     def updates_per_step(self) -> int:

@@ -142,7 +142,6 @@ _READ_WITH: Mapping[str, tuple[Callable[[ObjectiveConfig], bool], str]] = {
     "tis_mode": (lambda options: options.tis_level != "none", "objective.tis_level"),
     "tis_floor": (lambda options: options.tis_level != "none", "objective.tis_level"),
     "tis_cap": (lambda options: options.tis_level != "none", "objective.tis_level"),
-    "entropy_delta": (lambda options: options.entropy_target > 0, "objective.entropy_target"),
     "overlong_penalty": (lambda options: options.overlong_buffer > 0, "objective.overlong_buffer"),
     "malformed_penalty": (
         lambda options: options.malformed_placement != "sentinel",

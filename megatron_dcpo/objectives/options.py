@@ -130,9 +130,6 @@ class ObjectiveConfig(BaseModel):
     """Entropy of the reasoning in nats, up to which an entropy_coef_reasoning acts that adapts to
     it (0: off).
     """
-    entropy_delta: NonNegative = 0.005
-    """Change of the entropy_coef_reasoning after each step, up below entropy_target and down above.
-    """
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs of the sampled tokens the ratio divides by; engine saves the forward pass
     before several updates.
@@ -245,7 +242,6 @@ COMMON = frozenset(
         "kl_estimator",
         "max_response_length",
         "entropy_target",
-        "entropy_delta",
         "weight_reasoning",
         "weight_confidence",
         "kl_coef_reasoning",

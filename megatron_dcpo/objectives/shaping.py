@@ -12,6 +12,9 @@ import numpy as np
 from megatron_dcpo.objectives.advantages import Scores, normalize
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
+# Change of the coefficient of the entropy after a step, as in Skywork-OR1.
+ENTROPY_DELTA = 0.005
+
 
 def with_length_penalty(
     scores: Sequence[np.ndarray], lengths: np.ndarray, options: ObjectiveConfig
@@ -38,10 +41,10 @@ def adapted_entropy_coef(
     """Return the next coefficient of the reasoning's entropy after a step with mean ``entropy``
     [nats], and the coefficient that acts.
 
-    c' = max(c + delta, 0) below the target and max(c - delta, 0) above; c' acts while entropy <=
-    target (Skywork-OR1, He et al. 2025, section 4).
+    c' = max(c + ENTROPY_DELTA, 0) below the target and max(c - ENTROPY_DELTA, 0) above; c' acts
+    while entropy <= target (Skywork-OR1, He et al. 2025, section 4).
     """
     if entropy <= options.entropy_target:
-        coef = max(coef + options.entropy_delta, 0.0)
+        coef = max(coef + ENTROPY_DELTA, 0.0)
         return coef, coef
-    return max(coef - options.entropy_delta, 0.0), 0.0
+    return max(coef - ENTROPY_DELTA, 0.0), 0.0

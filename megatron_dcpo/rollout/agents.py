@@ -47,6 +47,8 @@ from megatron_dcpo.types import Prompt, Response, ResponseKey
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
+# Writable memory of each process of a session, so that one that leaks ends before the host's does.
+MEMORY_BYTES = 4 << 30
 _HOST = Path(__file__).with_name("agent_host.py")
 _WORK = "megatron_dcpo.rollout.agent_work"
 
@@ -62,7 +64,6 @@ class AgentOptions:
     command: str
     at_once: int
     seconds: float
-    memory_mb: int
     calls: int
     sequence_tokens: int
     marker: str
@@ -102,7 +103,6 @@ def options_of(
         command=rollout.command,
         at_once=rollout.agent_sessions,
         seconds=rollout.agent_seconds,
-        memory_mb=rollout.agent_memory_mb,
         calls=rollout.agent_calls,
         sequence_tokens=sequence_tokens,
         marker=marker,
@@ -123,7 +123,7 @@ class AgentRollout:
         self.hosts: dict[str, AgentHost] = {}
         try:
             for path, program in programs_of(options).items():
-                self.hosts[path] = AgentHost(program, options.seconds, options.memory_mb)
+                self.hosts[path] = AgentHost(program, options.seconds)
         except BaseException:
             self._close_hosts()
             raise
@@ -396,9 +396,9 @@ _NUMBERS = itertools.count(1)  # of sessions' processes, of all hosts
 class AgentHost:
     """The process that starts agents (``agent_host.py``); it is started again if it ends."""
 
-    def __init__(self, program: HostProgram, seconds: float, memory_mb: int) -> None:
+    def __init__(self, program: HostProgram, seconds: float) -> None:
         self.program = program
-        self.limits = ("--seconds", f"{seconds}", "--memory", f"{memory_mb << 20}")
+        self.limits = ("--seconds", f"{seconds}", "--memory", f"{MEMORY_BYTES}")
         self.woken: Callable[[], None] = lambda: None
         self._outcomes: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self._live: set[int] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,20 +230,6 @@ class Checkpointer:
             f"stopped by {signals.name_of(number)} after step {done} of {self.training.steps}, "
             f"{saved}; --resume auto continues {self.directory}",
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE,
-        )
-
-    def stop_if_warned(self, warned: Sequence[str], done: int) -> None:
-        """Checkpoint and raise :class:`UserError` when the first rank was ``warned`` after the
-        ``done`` steps; for ``training.on_warning: stop``.
-        """
-        text = broadcast_object("; ".join(warned))
-        if not text:
-            return
-        self.save_now(done)
-        self.saver.wait()
-        raise UserError(
-            f"step {done} of {self.directory}: {text} (training.on_warning=stop; saved, --resume "
-            "auto continues)"
         )
 
     def save_and_end(self, why: UserError, done: int) -> NoReturn:

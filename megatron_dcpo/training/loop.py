@@ -59,11 +59,8 @@ def train(config: Config) -> None:
                 with _traced(run, step):
                     train_step(run, step)
                 run.checkpointer.stop_if_asked(done=step)
-                if config.training.on_warning == "stop":
-                    run.checkpointer.stop_if_warned(run.recorder.warned, done=step)
-        if config.training.export_hf:
-            with run.timers("export"):
-                export_policy(run.directory, config.model, run.optimizer)
+        with run.timers("export"):
+            export_policy(run.directory, config.model, run.optimizer)
         distributed.barrier()
 
 

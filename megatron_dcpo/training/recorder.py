@@ -74,7 +74,6 @@ class Recorder(Records):
         self.timers = timers
         self.mismatch_path = directory / "mismatch.jsonl"
         self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
-        self.warned: list[str] = []  # after the last step
 
     def warnings_of_the_start(self) -> list[str]:
         """Return what is odd about the run before its first step."""
@@ -198,8 +197,7 @@ class Recorder(Records):
         self.to_loggers(step, metrics)
         self.progress.log_validation(step, metrics)
         self.rows.append(dict(metrics))
-        self.warned = new_warnings(self.directory, self.rows)
-        for text in self.warned:
+        for text in new_warnings(self.directory, self.rows):
             logger.warning("step %d: %s", step, text)
         left = time_left(self.rows, self.config.training.steps - step)
         self.progress.log_step(step, metrics, left)

@@ -255,9 +255,8 @@ def fine_tune(config: SupervisedConfig) -> None:
         lock_run_dir(run.records.directory, run.policy.topology.rank),
     ):
         _train_all_steps(run)
-        if config.training.export_hf:
-            with run.timers("export"):
-                export_policy(run.records.directory, config.model, run.optimizer)
+        with run.timers("export"):
+            export_policy(run.records.directory, config.model, run.optimizer)
         distributed.barrier()
 
 

@@ -269,9 +269,7 @@ class Updater:
             self._set_entropy_coefs(adapted_entropy_coef(coef, entropy, self.method.options))
 
     def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
-        """Compare the largest difference of this mini-batch, on any rank, with the threshold,
-        before the policy moves.
-        """
+        """Compare the largest difference of this mini-batch, on any rank, with the threshold."""
         threshold = self.rollout.logprob_diff_alarm
         if not threshold:
             return
@@ -279,14 +277,14 @@ class Updater:
         largest = max(self.trainer.collectives.gather(here))
         if largest <= threshold:  # False for NaN
             return
-        text = (
-            f"step {step}: engine and trainer differ by up to {largest:.3g} in the log-prob of a "
-            f"sampled token, more than rollout.logprob_diff_alarm={threshold:g}; see mismatch.jsonl"
-        )
-        if self.rollout.logprob_diff_action == "stop":
-            raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
         if self.trainer.topology.rank == 0:
-            logger.warning(text)
+            logger.warning(
+                "step %d: engine and trainer differ by up to %.3g in the log-prob of a sampled "
+                "token, more than rollout.logprob_diff_alarm=%g; see mismatch.jsonl",
+                step,
+                largest,
+                threshold,
+            )
 
 
 def split_groups(

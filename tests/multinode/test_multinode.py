@@ -65,7 +65,6 @@ def start(pair, run_dir, steps, port):
             QUICKSTART / "dcpo.yaml",
             f"run_dir={run_dir}",
             *SMALL,
-            "training.export_hf=false",
             "training.save_interval=2",
             f"training.steps={steps}",
         ]

@@ -45,7 +45,6 @@ def submit(cluster, run_dir, *overrides, number_of_nodes=2):
         QUICKSTART / "dcpo.yaml",
         f"run_dir={run_dir}",
         *SMALL,
-        "training.export_hf=false",
         *overrides,
     ]
     header = [
@@ -103,7 +102,6 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
         QUICKSTART / "dcpo.yaml",
         f"run_dir={whole}",
         *SMALL,
-        "training.export_hf=false",
     )
     done = run(*words, f"training.steps={STEPS}", processes=2)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -176,7 +176,6 @@ def test_background_save_equals_foreground_save(four_steps, tmp_path):
 def test_an_adapted_entropy_coefficient_is_resumed(tmp_path):
     adapt = (
         "objective.entropy_target=5",
-        "objective.entropy_delta=0.01",
         "objective.entropy_coef_reasoning=0.02",
     )
     for steps in (2, 4):

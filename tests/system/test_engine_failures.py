@@ -158,15 +158,7 @@ def test_not_finite_weights_never_reach_the_engine(tmp_path):
 
 
 def test_alarm_threshold(tmp_path, undisturbed):
-    """Stops before the policy moves; a warning changes nothing."""
-    done = train(
-        tmp_path / "stop",
-        "none",
-        "rollout.logprob_diff_alarm=1e-12",
-        "rollout.logprob_diff_action=stop",
-    )
-    assert done.returncode == 2
-    assert "nothing was updated in this step" in done.stderr
+    """A warning changes nothing."""
     done = train(tmp_path / "warn", "none", "rollout.logprob_diff_alarm=1e-12")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "differ by up to" in done.stderr
@@ -177,15 +169,10 @@ def test_a_corrupted_bucket_raises_the_alarm(tmp_path):
     """The first update is right; after the second the engine is not the trainer, which the next
     step finds out.
     """
-    done = train(
-        tmp_path / "run",
-        "corrupt",
-        "rollout.logprob_diff_alarm=1e-3",
-        "rollout.logprob_diff_action=stop",
-    )
-    assert done.returncode == 2
-    assert "step 2: engine and trainer differ by up to" in done.stderr
-    assert len(metrics(tmp_path / "run")) == 1
+    done = train(tmp_path / "run", "corrupt", "rollout.logprob_diff_alarm=1e-3")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 1: engine and trainer differ" not in done.stderr
+    assert "step 2: engine and trainer differ" in done.stderr
 
 
 def test_a_slow_synchronization_is_reported(tmp_path, undisturbed):

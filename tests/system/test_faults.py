@@ -25,7 +25,6 @@ OPTIONS = [
     f"training.steps={STEPS}",
     "training.save_interval=2",
     "training.keep_checkpoints=1",
-    "training.export_hf=false",
     "logging.samples_interval=1",
     "--resume",
     "auto",

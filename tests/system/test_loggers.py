@@ -101,7 +101,6 @@ def trained(tmp_path, name, *overrides):
     log = tmp_path / "log.jsonl"
     small = (
         "training.steps=2",
-        "training.export_hf=false",
         f"logging.to=[{name}]",
         "logging.project=p",
     )
@@ -136,9 +135,7 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
         "artifacts): 1 / 0\n"
         "def opened(directory, config, first_step): return L()\n"
     )
-    done = train(
-        tmp_path, "training.steps=2", "training.export_hf=false", "logging.to=[mine:opened]"
-    )
+    done = train(tmp_path, "training.steps=2", "logging.to=[mine:opened]")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("OSError: no route") == 1
     assert "ZeroDivision" not in done.stderr

@@ -25,7 +25,6 @@ def test_the_soft_limit_is_raised(tmp_path, launcher):
     small = [
         *SMALL,
         "training.steps=1",
-        "training.export_hf=false",
     ]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run(

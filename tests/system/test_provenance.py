@@ -96,9 +96,9 @@ def test_a_run_without_a_checkpoint_is_moved_aside(finished: Path, tmp_path: Pat
     assert (directory / "notes.txt").is_file()
 
 
-def test_a_hopeless_run_says_so_and_stops_where_asked(tmp_path: Path) -> None:
+def test_a_hopeless_run_says_so(tmp_path: Path) -> None:
     """A policy that cannot finish a response within two tokens: everything is malformed."""
-    overrides = ("rollout.max_response_length=2", "training.steps=30", "training.on_warning=stop")
+    overrides = ("rollout.max_response_length=2", "training.steps=5")
     done = run(
         "train",
         "--config",
@@ -107,13 +107,8 @@ def test_a_hopeless_run_says_so_and_stops_where_asked(tmp_path: Path) -> None:
         *SMALL,
         *overrides,
     )
-    assert done.returncode == 2
+    assert done.returncode == 0, done.stderr[-2000:]
     assert "no response states a valid confidence" in done.stderr
-    assert "training.on_warning=stop; saved" in done.stderr.splitlines()[-1]
-    assert len(metrics(tmp_path / "run")) == 5
-    assert (
-        tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
-    ).read_text() == "5"
     assert {
         json.loads(line)["watcher"] for line in (tmp_path / "run" / "warnings.jsonl").open()
     } >= {"all_malformed"}

@@ -39,7 +39,7 @@ def trained(folder: Path, name: str, *overrides: str) -> Path:
     ],
 )
 def test_losses(name: str, folder: Path) -> None:
-    rows = metrics(trained(folder, f"losses/{name}", "training.export_hf=false"))
+    rows = metrics(trained(folder, f"losses/{name}"))
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["updates/skipped"] == 0 for row in rows)
     assert rows[0]["grad_norm/total"] > 0

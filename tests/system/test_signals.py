@@ -24,7 +24,6 @@ from tests.helpers.quickstart import SMALL, command, metrics, run, without_clock
 OPTIONS = (
     "training.steps=400",
     "training.save_interval=0",
-    "training.export_hf=false",
     "--resume",
     "auto",
 )

@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     out = tmp_path_factory.mktemp("validation")
     jobs = {
         "plain": {"overrides": SMALL},
-        "validated": {"overrides": [*SMALL, *VALIDATED, "training.export_hf=true"]},
+        "validated": {"overrides": [*SMALL, *VALIDATED]},
         "begun": {"overrides": [*SMALL, *VALIDATED, f"run_dir={out}/resumed", "training.steps=2"]},
         "resumed": {
             "overrides": [*SMALL, *VALIDATED, "training.resume=auto"],
@@ -72,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
                 "training.keep_best=accuracy",
             ]
         },
-        "adapter": {"overrides": [*ADAPTER, *VALIDATED, "training.export_hf=true"]},
+        "adapter": {"overrides": [*ADAPTER, *VALIDATED]},
         "adapter_plain": {"overrides": ADAPTER},
     }
     for name, options in jobs.items():

@@ -57,7 +57,7 @@ def forget_evaluations(path: Path) -> None:
 def run(options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     out = Path(options["out"])
-    fixed = [f"run_dir={out / 'run'}", "logging.to=[]", "training.export_hf=false"]
+    fixed = [f"run_dir={out / 'run'}", "logging.to=[]"]
     config = load_config(
         QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]]
     )

@@ -99,7 +99,6 @@ def test_the_defaults_have_no_such_option() -> None:
     ("sections", "named"),
     [
         ({"optimizer": {"min_lr": 1e-7}}, "optimizer.min_lr"),
-        ({"rollout": {"logprob_diff_action": "stop"}}, "rollout.logprob_diff_action"),
         (
             {
                 "data": {"path": "reasoning_gym:chain_sum"},
@@ -118,7 +117,6 @@ def test_the_defaults_have_no_such_option() -> None:
         ({"objective": {"tis_cap": 3.0}}, "objective.tis_cap"),
         ({"objective": {"kl_estimator": "k1"}}, "objective.kl_estimator"),
         ({"objective": {"overlong_penalty": 0.5}}, "objective.overlong_penalty"),
-        ({"objective": {"entropy_delta": 0.1}}, "objective.entropy_delta"),
         (
             {"objective": {"preset": "verl_compat", "malformed_penalty": -3.0}},
             "objective.malformed_penalty",

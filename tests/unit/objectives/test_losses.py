@@ -173,7 +173,7 @@ def test_the_length_penalty_is_dapos() -> None:
 
 
 def test_the_entropy_coefficient_finds_its_target() -> None:
-    options = ObjectiveConfig(name="grpo", entropy_target=0.2, entropy_delta=0.005)
+    options = ObjectiveConfig(name="grpo", entropy_target=0.2)
     assert adapted_entropy_coef(0.0, 0.1, options) == (0.005, 0.005)
     assert adapted_entropy_coef(0.005, 0.2, options) == (0.01, 0.01)
     assert adapted_entropy_coef(0.01, 0.3, options) == (0.005, 0.0)

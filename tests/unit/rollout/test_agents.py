@@ -135,7 +135,6 @@ def options(**changed: Any) -> AgentOptions:
         "command": "",
         "at_once": 8,
         "seconds": 20.0,
-        "memory_mb": 256,
         "calls": 6,
         "sequence_tokens": 4000,
         "marker": "<conf>",
@@ -171,8 +170,10 @@ def sampled(
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRollout]:
     path = write(tmp_path_factory.mktemp("agents"), AGENT)
-    with rollout(agent=path, seconds=3.0, memory_mb=128) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_dcpo.rollout.agents.MEMORY_BYTES", 128 << 20)
+        with rollout(agent=path, seconds=3.0) as made:
+            yield made
 
 
 def test_what_agents_return_are_verdicts(agents: AgentRollout) -> None:
@@ -361,7 +362,7 @@ def test_a_process_that_has_said_its_last_starts_no_session() -> None:
     be heard of.
     """
     says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
-    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says), ()), 5.0, 64)
+    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says), ()), 5.0)
     first = host._process
     time.sleep(0.5)
     number = host.start({}, "", "")

@@ -40,7 +40,6 @@ class Limits:
     command = ""
     agent_sessions = 8
     agent_seconds = 20.0
-    agent_memory_mb = 1024
     agent_calls = 6
     asks_confidence = True
 
@@ -274,7 +273,7 @@ def test_the_real_nemo_gym() -> None:
         return f"<tool_call>{calls[done]}</tool_call>" if done < len(calls) else "Done."
 
     path += f"&data={str(refused.value).rpartition(' ')[2]}"
-    with rollout(path, answer, agent_memory_mb=4096, agent_seconds=60.0) as (made, prompts):
+    with rollout(path, answer, agent_seconds=60.0) as (made, prompts):
         got = sampled(made, prompts[:3], times=2)
     for one in got.values():
         assert one.verdict == {"score": 1.0}

@@ -188,14 +188,6 @@ def test_a_signal_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     saves.stop_if_asked(done=5)  # all steps are done: the run goes on to its end
 
 
-def test_a_warning_stops_a_run_that_asks_for_it(tmp_path: Path) -> None:
-    strict = checkpointer(tmp_path, {})
-    strict.stop_if_warned([], done=3)
-    with pytest.raises(UserError, match=r"training\.on_warning"):
-        strict.stop_if_warned(["odd"], done=3)
-    assert strict.saver.steps() == [3]  # type: ignore[attr-defined]
-
-
 def test_a_failure_completes_the_checkpoint_on_its_way(tmp_path: Path) -> None:
     saves = checkpointer(tmp_path, {})
     with pytest.raises(UserError), saves.completing():
