@@ -15,6 +15,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.responders import ask_server
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout import tokens
 from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.types import Prompt, Response
@@ -80,9 +81,8 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     own = {"endpoint.tokenizer": str(directory)}
     evaluated = load_evaluation(server | own, as_trained=str(path))
     assert evaluated.judging == config.judging
-    monkeypatch.setattr(
-        "megatron_dcpo.rollout.tokens.load_tokenizer", {str(directory): tokenizer}.get
-    )  # it takes seconds
+    # it takes seconds
+    monkeypatch.setattr(tokens, "load_tokenizer", {str(directory): tokenizer}.get)
     monkeypatch.setattr("megatron_dcpo.evaluation.responders.token_bytes", token_bytes_once)
     responder = ask_server(evaluated, today())
     endpoint = responder.respond.__self__

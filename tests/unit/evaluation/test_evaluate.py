@@ -272,7 +272,7 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
         "--template",
         "raw",
     )
-    for options in ((), ("--dtype", "float32", "--batch-size", "7")):
+    for options in ((), ("--dtype", "float32", "--batch-size", "7", "--fresh")):
         args = arguments(*common, *options)
         assert args.run(args) == 0
     found = [
