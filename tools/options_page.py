@@ -24,7 +24,7 @@ from megatron_dcpo.config.reference import (  # noqa: E402
     options,
     sections,
 )
-from megatron_dcpo.objectives import METHODS  # noqa: E402
+from megatron_dcpo.objectives import find_method  # noqa: E402
 from megatron_dcpo.objectives.options import BLOCK_OPTIONS, OWN_OPTIONS, ObjectiveConfig  # noqa: E402
 from megatron_dcpo.objectives.presets import PRESETS  # noqa: E402
 
@@ -217,7 +217,7 @@ def names(value: object, prefix: str = "") -> Iterator[str]:
     else:
         section, _, key = prefix.rpartition(".")
         if prefix == "objective.preset":
-            its = PRESETS[str(value)] | METHODS["dcpo"].defaults(ObjectiveConfig(preset=value))
+            its = PRESETS[str(value)] | find_method("dcpo").defaults(ObjectiveConfig(preset=value))
             yield from (prefix, *(f"objective.{option}" for option in its))
         elif section == "objective" and key in BLOCK_OPTIONS:
             yield from (f"{prefix}_reasoning", f"{prefix}_confidence")

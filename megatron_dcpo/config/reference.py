@@ -44,7 +44,7 @@ from megatron_dcpo.config.supervised import (
     SupervisedValidationConfig,
 )
 from megatron_dcpo.errors import one_line
-from megatron_dcpo.objectives import METHODS
+from megatron_dcpo.objectives import registered_methods
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
 # In the order of the page. ``data.path[]``: of each source in a list.
@@ -142,9 +142,15 @@ def _default(field: FieldInfo) -> object:
 
 def _own_options() -> Iterator[Option]:
     """Yield the options that the package's methods declare as their own."""
-    names = dict.fromkeys(name for method in METHODS.values() for name in method.own_options)
+    names = dict.fromkeys(
+        name for method in registered_methods().values() for name in method.own_options
+    )
     for name in names:
-        owners = {key: method for key, method in METHODS.items() if name in method.own_options}
+        owners = {
+            key: method
+            for key, method in registered_methods().items()
+            if name in method.own_options
+        }
         method = next(iter(owners.values()))
         default = method.own_options[name]
         kind = Literal[default] if isinstance(default, tuple) else type(default)
@@ -156,8 +162,9 @@ def _own_options() -> Iterator[Option]:
 
 def _methods(name: str) -> tuple[str, ...]:
     """Return the methods that read an option of all methods; nothing if every one does."""
-    readers = tuple(key for key, method in METHODS.items() if name in method.reads)
-    return readers if len(readers) < len(METHODS) else ()
+    methods = registered_methods()
+    readers = tuple(key for key, method in methods.items() if name in method.reads)
+    return readers if len(readers) < len(methods) else ()
 
 
 def _option(

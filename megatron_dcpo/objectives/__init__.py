@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dcpo.errors import UserError, did_you_mean
-from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr, ternary
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import (
     OWN_OPTIONS,
@@ -28,7 +27,7 @@ from megatron_dcpo.objectives.options import (
     ignored_options,
 )
 from megatron_dcpo.objectives.presets import PRESETS
-from megatron_dcpo.runtime.plugins import is_import_path, load_object
+from megatron_dcpo.runtime.plugins import is_import_path, load_object, load_part
 from megatron_dcpo.types import BLOCKS
 
 __all__ = [
@@ -39,18 +38,25 @@ __all__ = [
     "build_method",
     "find_method",
     "needs_max_response_length",
+    "registered_methods",
     "resolve",
 ]
 
-METHODS: dict[str, Method] = {
-    "grpo": grpo.METHOD,
-    "dcpo": dcpo.METHOD,
-    "coupled": coupled.METHOD,
-    "rlcr": rlcr.METHOD,
-    "ccgspg": ccgspg.METHOD,
-    "posthoc": posthoc.METHOD,
-    "ternary": ternary.METHOD,
+# of a method's file, the object METHOD; it is imported when a configuration names the method
+METHODS: dict[str, str] = {
+    "grpo": "megatron_dcpo.objectives.grpo:METHOD",
+    "dcpo": "megatron_dcpo.objectives.dcpo:METHOD",
+    "coupled": "megatron_dcpo.objectives.coupled:METHOD",
+    "rlcr": "megatron_dcpo.objectives.rlcr:METHOD",
+    "ccgspg": "megatron_dcpo.objectives.ccgspg:METHOD",
+    "posthoc": "megatron_dcpo.objectives.posthoc:METHOD",
+    "ternary": "megatron_dcpo.objectives.ternary:METHOD",
 }
+
+
+def registered_methods() -> dict[str, Method]:
+    """Return all registered methods by their names."""
+    return {name: load_part(path) for name, path in METHODS.items()}
 
 
 def find_method(name: str) -> Method:
@@ -69,7 +75,8 @@ def find_method(name: str) -> Method:
         return method
     if name not in METHODS:
         raise UserError(f"unknown objective {name!r}{did_you_mean(name, METHODS)}")
-    return METHODS[name]
+    registered: Method = load_part(METHODS[name])
+    return registered
 
 
 def build_method(config: ObjectiveConfig) -> Method:
@@ -124,7 +131,7 @@ def _refuse_ignored(config: ObjectiveConfig, method: Method) -> None:
             f"objective.options.{ignored[0]}: no option of objective.name={config.name}; {valid}"
         )
     readers = []
-    for name, other in METHODS.items():
+    for name, other in registered_methods().items():
         if ignored[0] in other.reads or ignored[0] in other.own_options:
             readers.append(name)
     hint = ""
@@ -245,7 +252,7 @@ def as_method(config: ObjectiveConfig, name: str, **options: object) -> Objectiv
     """Return ``config`` for the method ``name``, with ``options`` and without the options that this
     method ignores.
     """
-    changes: dict[str, object] = dict.fromkeys(_ignored(config, METHODS[name]))
+    changes: dict[str, object] = dict.fromkeys(_ignored(config, find_method(name)))
     changes["name"] = name
     changes.update(options)
     return config.changed(**changes)

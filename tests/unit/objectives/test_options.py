@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
+from megatron_dcpo.objectives import ObjectiveConfig, registered_methods, resolve
 from megatron_dcpo.objectives.advantages import scored_confidence
 from megatron_dcpo.objectives.options import OWN_OPTIONS
 from tests.helpers.objective_cases import judgement, objective
@@ -101,9 +101,11 @@ def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> 
 
 
 def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
-    read = frozenset().union(*(method.reads for method in METHODS.values()))
+    read = frozenset().union(*(method.reads for method in registered_methods().values()))
     assert read | {"options"} == set(ObjectiveConfig.model_fields)
-    assert set(OWN_OPTIONS) == {name for method in METHODS.values() for name in method.own_options}
+    assert set(OWN_OPTIONS) == {
+        name for method in registered_methods().values() for name in method.own_options
+    }
 
 
 def test_options_of_a_method_are_checked() -> None:
