@@ -1,6 +1,6 @@
 """Agents, commands and environments of others make the responses: each runs as its author wrote it,
 in a process of its own, with the policy as its OpenAI endpoint
-(:mod:`megatron_dcpo.rollout.door`).
+(:mod:`megatron_dcpo.rollout.openai_server`).
 
 A session that fails is no response, and never a wrong one: its :attr:`Response.failure` says why,
 and it is left out of its group. One whose agent ends after a call was refused because its budget is
@@ -33,12 +33,12 @@ from megatron_dcpo.data.environments import (
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.verdicts import checked_result
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.door import Door
 from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.openai_server import PolicyEndpoint
 from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, sample_seed
-from megatron_dcpo.rollout.sessions import AskedCall, Planned, Session, SessionLimits, failed
+from megatron_dcpo.rollout.sessions import AskedCall, PlannedCall, Session, SessionLimits, failed
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.brought import HASH_SEED, OWN_ROLLOUT
 from megatron_dcpo.runtime.text import printable
@@ -112,7 +112,7 @@ def options_of(
 
 
 class AgentRollout:
-    """Runs agents on the samples of a rollout; the door and the processes live until
+    """Runs agents on the samples of a rollout; the endpoint and the processes live until
     :meth:`close`.
     """
 
@@ -127,13 +127,13 @@ class AgentRollout:
         except BaseException:
             self._close_hosts()
             raise
-        self.door = Door(chat, model)
+        self.endpoint = PolicyEndpoint(chat, model)
         self._warned = False
 
     def close(self) -> None:
         """End the processes and the endpoint."""
         self._close_hosts()
-        self.door.close()
+        self.endpoint.close()
 
     def _close_hosts(self) -> None:
         for host in self.hosts.values():
@@ -149,7 +149,7 @@ class AgentRollout:
         sessions = _Sessions(self, arrivals, samples, sampling, step)
         for host in self.hosts.values():
             host.woken = arrivals.wake
-        self.door.arrivals = arrivals
+        self.endpoint.arrivals = arrivals
         try:
             sessions.start()
             with closing(self.engine.serve(arrivals, sampling, step)) as served:
@@ -160,7 +160,7 @@ class AgentRollout:
                     if finished:
                         yield finished
         finally:
-            self.door.arrivals = None
+            self.endpoint.arrivals = None
             sessions.give_up()
 
     def host_of(self, prompt: Prompt) -> AgentHost | None:
@@ -187,17 +187,17 @@ class AgentRollout:
 
 
 @dataclass(eq=False)
-class _Live:
+class _RunningSession:
     """A session under way: its agent's process until the policy is asked for its confidence.
     ``number`` is that of the process at its ``host``; without one, ``planned`` is its one call.
     """
 
     session: Session
-    door_key: str
+    key: str
     host: AgentHost | None = None
     number: int = 0
     verdict: Mapping[str, Any] | None = None
-    planned: Planned | None = None
+    planned: PlannedCall | None = None
 
 
 class _Sessions:
@@ -217,9 +217,13 @@ class _Sessions:
         self.sampling = sampling
         self.step = step
         self.waiting = deque(samples)
-        self.agents: dict[int, _Live] = {}  # by the numbers of their processes
-        self.plain: dict[str, _Live] = {}  # without a process, by the names of their calls
-        self.asked: dict[str, _Live] = {}  # for their confidence, by the names of the calls
+        self.agents: dict[int, _RunningSession] = {}  # by the numbers of their processes
+        self.plain: dict[
+            str, _RunningSession
+        ] = {}  # without a process, by the names of their calls
+        self.asked: dict[
+            str, _RunningSession
+        ] = {}  # for their confidence, by the names of the calls
 
     @property
     def are_over(self) -> bool:
@@ -241,35 +245,35 @@ class _Sessions:
                 ),
                 hides=self.options.marker if self.options.agent == OWN_ROLLOUT else "",
             )
-            live = _Live(session, self.rollout.door.open(session), host)
+            live = _RunningSession(session, self.rollout.endpoint.open(session), host)
             if host is None:
                 self._ask_once(live)
                 continue
             live.number = host.start(
                 problem=self._problem(prompt, index),
-                base_url=f"{self.rollout.door.url}/s/{live.door_key}/v1",
-                api_key=live.door_key,
+                base_url=f"{self.rollout.endpoint.url}/s/{live.key}/v1",
+                api_key=live.key,
             )
             self.agents[live.number] = live
 
-    def _ask_once(self, live: _Live) -> None:
+    def _ask_once(self, live: _RunningSession) -> None:
         """Put the problem to the policy as it stands: the session's only call."""
         session = live.session
         live.planned = session.plan(AskedCall(token_ids=session.prompt.token_ids))
         self.plain[live.planned.names[0]] = live
         self._put(live.planned, session)
 
-    def _put(self, planned: Planned, session: Session) -> None:
+    def _put(self, planned: PlannedCall, session: Session) -> None:
         (name,) = planned.names
         prompt = replace(session.prompt, prompt_id=name, token_ids=planned.prompt_ids)
-        self.arrivals.put(Call(prompt, session.index, planned.max_tokens))
+        self.arrivals.put(EngineCall(prompt, session.index, planned.max_tokens))
 
     def advance(self, responses: Iterable[Response]) -> list[Response]:
         """Take what the engine and the agents have said; return the responses of sessions that are
         over now.
         """
         finished = []
-        for_door = []
+        for_endpoint = []
         for response in responses:
             live = self.plain.pop(response.prompt_id, None)
             if live is not None:
@@ -279,13 +283,13 @@ class _Sessions:
                 continue
             live = self.asked.pop(response.prompt_id, None)
             if live is None:
-                for_door.append(response)
+                for_endpoint.append(response)
                 continue
             assert live.planned is not None
             live.session.add_confidence(live.planned, response)
             finished.append(live.session.response(live.verdict))
-        if for_door:
-            self.rollout.door.deliver(for_door)
+        if for_endpoint:
+            self.rollout.endpoint.deliver(for_endpoint)
         for host in self.rollout.hosts.values():
             for number, outcome in host.outcomes():
                 live = self.agents.pop(number, None)
@@ -299,15 +303,15 @@ class _Sessions:
         for live in (*self.agents.values(), *self.plain.values()):
             if live.host is not None:
                 live.host.kill(live.number)
-            self.rollout.door.seal(live.door_key)
+            self.rollout.endpoint.seal(live.key)
         self.agents.clear()
         self.plain.clear()
 
-    def _ended(self, live: _Live, outcome: Mapping[str, Any]) -> list[Response]:
+    def _ended(self, live: _RunningSession, outcome: Mapping[str, Any]) -> list[Response]:
         """Return the response of a session whose agent has ended; nothing while the policy is
         asked for its confidence.
         """
-        self.rollout.door.seal(live.door_key)
+        self.rollout.endpoint.seal(live.key)
         session = live.session
         why, verdict = verdict_of(outcome)
         if why and session.is_out_of_budget:

@@ -264,7 +264,7 @@ def _is_running(mark: str) -> bool:
 
 
 def test_a_hundred_sessions_leave_nothing_behind(agents: AgentRollout) -> None:
-    """Case 8: no descriptors, but for connections that are just being closed; the door knows no
+    """Case 8: no descriptors, but for connections that are just being closed; the endpoint knows no
     session and waits for no call.
     """
     sampled(agents, "nothing", times=5)
@@ -272,8 +272,8 @@ def test_a_hundred_sessions_leave_nothing_behind(agents: AgentRollout) -> None:
     got = sampled(agents, "nothing", "scores", times=50)
     assert len(got) == 100
     assert len(os.listdir("/proc/self/fd")) <= before + 20
-    assert agents.door._guests == {}
-    assert agents.door._waiting == {}
+    assert agents.endpoint._sessions == {}
+    assert agents.endpoint._waiting == {}
 
 
 def test_the_same_samples_make_the_same_responses(agents: AgentRollout) -> None:
@@ -292,7 +292,7 @@ def test_a_rollout_that_is_given_up_ends_its_agents(agents: AgentRollout) -> Non
     stream = agents.stream([(prompt, 0), (nothing, 0)], SamplingConfig(max_tokens=99), 1)
     assert [one.prompt_id for one in next(stream)] == ["q"]
     stream.close()
-    assert agents.door._guests == {}
+    assert agents.endpoint._sessions == {}
     # what comes late from there is not taken for a session of the next one
     assert len(sampled(agents, "scores", times=3)) == 3
 
@@ -482,6 +482,6 @@ def test_an_engine_that_fails_ends_the_sessions_and_the_next_rollout_works(tmp_p
         with pytest.raises(EngineError):
             sampled(made, "waits")
         engine.serve = serve
-        assert made.door._guests == {}
+        assert made.endpoint._sessions == {}
         got = sampled(made, "scores", times=2)
         assert all(one.failure is None for one in got.values())

@@ -1,5 +1,5 @@
-"""Requests in OpenAI's form, read completely: what changes the answer is done, or refused by name;
-how tokens are sampled is the run's, and what a request says of it is ignored and counted.
+"""Parses OpenAI requests: every field is honored or refused by name; sampling options are the
+run's, counted and ignored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _READ = frozenset(
 
 
 @dataclass(frozen=True)
-class DoorRequest:
+class OpenAIRequest:
     """A request: what it asks for, and how its answer is shown."""
 
     asked: AskedCall
@@ -68,7 +68,7 @@ class DoorRequest:
     with_token_ids: bool
 
 
-def read_request(body: object, *, is_chat: bool) -> DoorRequest:
+def read_request(body: object, *, is_chat: bool) -> OpenAIRequest:
     """Return a request. Raises :class:`MessageError`, which names the field."""
     if not isinstance(body, dict):
         raise MessageError("the body must be a JSON object")
@@ -79,7 +79,7 @@ def read_request(body: object, *, is_chat: bool) -> DoorRequest:
     logprobs = body.get("logprobs")
     if not is_chat and logprobs not in (None, 0, 1, False, True):
         raise MessageError("logprobs: only those of the sampled tokens are known; set it to 1")
-    return DoorRequest(
+    return OpenAIRequest(
         asked=_read_asked(body, ignored, is_chat=is_chat),
         streams=_flag(body, "stream"),
         with_usage=bool((options or {}).get("include_usage")),

@@ -1,7 +1,7 @@
-"""What do sessions through the door cost? Seconds per token of 64 agents at once against the
+"""What do sessions of agents cost? Seconds per token of 64 agents at once against the
 engine's own stream of the same prompts, in turns in one run.
 
-    python benchmarks/door.py
+    python benchmarks/openai_server.py
 
 The model has random weights in the shape of Qwen3 with 8 layers of 384, in this process; an agent
 is a process of its own with OpenAI's client. A session is one call of 128 tokens; of the second
@@ -95,7 +95,7 @@ def measured(rollout: AgentRollout, calls: int) -> Measurement:
         ours.append((time.perf_counter() - began) / tokens_of(responses))
         other.append(stream_seconds(rollout.engine, responses, calls))
     return Measurement(
-        name=f"door, {calls} calls a session" if calls > 1 else "door, a call a session",
+        name=f"agents, {calls} calls a session" if calls > 1 else "agents, a call a session",
         ours=1e6 * float(np.median(ours[1:])),
         other=1e6 * float(np.median(other[1:])),
         unit="us/token",

@@ -1,8 +1,8 @@
-"""The door: while an engine serves, it is an OpenAI endpoint on the loopback interface.
+"""While an engine serves, it is an OpenAI endpoint on the loopback interface.
 
 One thread with an HTTP server. A session has a key, which is the path (``/s/KEY/v1``), the bearer
-token, or both. What is asked goes to the engine as a :class:`Call`; what the engine says is added
-to the session when it is handed to the client, or to a retry of the same request, once.
+token, or both. A request goes to the engine as one :class:`EngineCall` for each of its choices;
+each engine response joins its session exactly once, when the call or its retry is answered.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 
 import uvicorn
 
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.chat_messages import MessageError
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.door_replies import error_body, events, reply_body
-from megatron_dcpo.rollout.door_requests import DoorRequest, read_request, stop_seeker
-from megatron_dcpo.rollout.sessions import CallRefused, Planned, Session, Turn
+from megatron_dcpo.rollout.openai_replies import error_body, events, reply_body
+from megatron_dcpo.rollout.openai_requests import OpenAIRequest, read_request, stop_seeker
+from megatron_dcpo.rollout.sessions import CallRefused, PlannedCall, Session, Turn
 from megatron_dcpo.runtime.asgi import (
     BadRequestError,
     ClientLeftError,
@@ -56,35 +56,45 @@ class CallGivenUp(Exception):
 
 
 @dataclass(eq=False)
-class _Pending:
-    """A request under way, with those that repeat it: ``turns`` once it was committed. Its client
-    may have left before its answer.
+class _PendingCall:
+    """A call whose answer the engine owes, with the requests that repeat it: ``turns`` once it is
+    committed. Its client may have left before its answer.
     """
 
-    request: DoorRequest
-    planned: Planned
+    request: OpenAIRequest
+    planned: PlannedCall
     responses: asyncio.Future[list[Response]]
     turns: list[Turn] = field(default_factory=list)
     client_left: bool = False
 
 
 @dataclass(eq=False)
-class _Guest:
-    """A session at the door, and its requests by their digest: equal ones in their order."""
+class _OpenSession:
+    """A session that takes calls. ``calls`` are by the digest of their request: equal ones in their
+    order.
+    """
 
     session: Session
-    asked: dict[bytes, list[_Pending]] = field(default_factory=dict)
+    calls: dict[bytes, list[_PendingCall]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)  # of calls that the engine has
 
 
-class Door:
-    """Open until :meth:`close`. ``chat`` encodes what comes, ``model`` is its name."""
+class PolicyEndpoint:
+    """The policy as agents see it, until :meth:`close`. ``chat`` encodes requests, ``model`` is the
+    policy's name.
+
+    The story of a call: :func:`read_request` reads it (:class:`AskedCall`), :meth:`Session.plan`
+    finds its place in its session (:class:`PlannedCall`), and the endpoint keeps it
+    (:class:`_PendingCall`) while the engine samples its choices (:class:`EngineCall`). With their
+    responses :meth:`Session.commit` makes each choice a :class:`Turn` of the session, and the turns
+    are the answer.
+    """
 
     def __init__(self, chat: ChatTokens, model: str) -> None:
         self.chat = chat
         self.model = model
         self.arrivals: Arrivals | None = None  # None: the engine does not serve
-        self._guests: dict[str, _Guest] = {}
+        self._sessions: dict[str, _OpenSession] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         # sessions are changed by the server's thread and by the engine's
         self._lock = threading.Lock()
@@ -107,7 +117,7 @@ class Door:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="policy endpoint", daemon=True)
         self._started = threading.Event()
         self._thread.start()
         self._started.wait(_START_SECONDS)
@@ -117,21 +127,21 @@ class Door:
         """Let a session in; return its key."""
         key = secrets.token_urlsafe(24)
         with self._lock:
-            self._guests[key] = _Guest(session)
+            self._sessions[key] = _OpenSession(session)
         return key
 
     def seal(self, key: str) -> None:
         """End a session: later calls are refused, those under way are given up."""
         with self._lock:
-            guest = self._guests.pop(key)
-            guest.session.is_sealed = True
-            names = tuple(guest.names)
+            opened = self._sessions.pop(key)
+            opened.session.is_sealed = True
+            names = tuple(opened.names)
             self._over[key] = None
             if len(self._over) > _KEPT_KEYS:
                 self._over.popitem(last=False)
         if self.arrivals is not None:
             for name in names:
-                self.arrivals.cancel((name, guest.session.index))
+                self.arrivals.cancel((name, opened.session.index))
         if names:
             self._loop.call_soon_threadsafe(self._give_up, names)
 
@@ -181,15 +191,15 @@ class Door:
         except BadRequestError as bad:
             await _send_error(send, CallRefused(bad.status, _BAD_BODIES[bad.status], str(bad)))
         except Exception as error:
-            logger.exception("the door failed to answer a request")
+            logger.exception("the policy endpoint failed to answer a request")
             # not a 5xx: clients would ask the same again
-            words = f"the door failed: {type(error).__name__}"
-            await _send_error(send, CallRefused(400, "door_failed", words))
+            words = f"the endpoint failed: {type(error).__name__}"
+            await _send_error(send, CallRefused(400, "endpoint_failed", words))
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = _headers_of(scope)
         key, path = _key_and_path(scope, headers)
-        guest = self._guest(key)
+        opened = self._open_session(key)
         if path == "/v1/models" and scope["method"] == "GET":
             entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "megatron-dcpo"}
             await _send_json(send, {"object": "list", "data": [entry]})
@@ -204,37 +214,41 @@ class Door:
             request = read_request(body, is_chat=path == "/v1/chat/completions")
         except (MessageError, ValueError) as error:
             raise CallRefused(400, "invalid_request_error", f"{error}") from None
-        asked = self._asked(guest, request, content, headers)
+        call = self._pending(opened, request, content, headers)
         try:
-            await _or_client_leaves(asked.responses, receive)
+            await _or_client_leaves(call.responses, receive)
         except ClientLeftError:
-            asked.client_left = True
+            call.client_left = True
             raise
-        turns = self._committed(guest, asked)
+        turns = self._committed(opened, call)
         reply = reply_body(turns, request, self.chat, self.model)
         if request.streams:
             await _send(send, b"".join(events(reply, request)), b"text/event-stream")
         else:
             await _send_json(send, reply)
 
-    def _guest(self, key: str) -> _Guest:
-        guest = self._guests.get(key)
-        if guest is not None:
-            return guest
+    def _open_session(self, key: str) -> _OpenSession:
+        opened = self._sessions.get(key)
+        if opened is not None:
+            return opened
         if key in self._over:
             raise CallRefused(409, "session_is_over", "this session is over")
         raise CallRefused(401, "invalid_api_key", "no session has this key")
 
-    def _asked(
-        self, guest: _Guest, request: DoorRequest, content: bytes, headers: Mapping[str, str]
-    ) -> _Pending:
-        """Return a request that is under way: a new one, or the one that a retry repeats, which of
-        several equal ones is one whose client has left.
+    def _pending(
+        self,
+        opened: _OpenSession,
+        request: OpenAIRequest,
+        content: bytes,
+        headers: Mapping[str, str],
+    ) -> _PendingCall:
+        """Return the pending call of a request: a new one, or for a retry the equal pending one
+        whose client disconnected.
         """
         name = headers.get("idempotency-key", "")
         retries = name or headers.get("x-stainless-retry-count", "0") not in ("", "0")
         digest = hashlib.blake2b(name.encode() + b"\0" + content, digest_size=16).digest()
-        equal = guest.asked.get(digest, [])
+        equal = opened.calls.get(digest, [])
         if retries and equal:
             repeated = next((one for one in reversed(equal) if one.client_left), equal[-1])
             repeated.client_left = False
@@ -243,29 +257,29 @@ class Door:
         if arrivals is None:
             raise CallRefused(503, "weights_change", "the policy gets new weights; ask again")
         with self._lock:
-            planned = guest.session.plan(request.asked)
-            guest.names.update(planned.names)
+            planned = opened.session.plan(request.asked)
+            opened.names.update(planned.names)
         futures = [self._loop.create_future() for _ in planned.names]
         self._waiting.update(zip(planned.names, futures, strict=True))
-        asked = _Pending(request, planned, asyncio.ensure_future(_all(futures)))
-        asked.responses.add_done_callback(_retrieved)
-        guest.asked.setdefault(digest, []).append(asked)
-        arrivals.put(*(self._call(guest, planned, one) for one in planned.names))
-        return asked
+        call = _PendingCall(request, planned, asyncio.ensure_future(_all(futures)))
+        call.responses.add_done_callback(_retrieved)
+        opened.calls.setdefault(digest, []).append(call)
+        arrivals.put(*(self._engine_call(opened, planned, one) for one in planned.names))
+        return call
 
-    def _call(self, guest: _Guest, planned: Planned, name: str) -> Call:
-        session = guest.session
+    def _engine_call(self, opened: _OpenSession, planned: PlannedCall, name: str) -> EngineCall:
+        session = opened.session
         prompt = replace(session.prompt, prompt_id=name, token_ids=planned.prompt_ids)
         ends = stop_seeker(planned.asked.stop, self.chat.tokens.__getitem__)
-        return Call(prompt, session.index, planned.max_tokens, ends)
+        return EngineCall(prompt, session.index, planned.max_tokens, ends)
 
-    def _committed(self, guest: _Guest, asked: _Pending) -> list[Turn]:
+    def _committed(self, opened: _OpenSession, call: _PendingCall) -> list[Turn]:
         """Return the answer to a request, which is added to its session once."""
         with self._lock:
-            guest.names.difference_update(asked.planned.names)
-            if not asked.turns:
-                asked.turns = guest.session.commit(asked.planned, asked.responses.result())
-        return asked.turns
+            opened.names.difference_update(call.planned.names)
+            if not call.turns:
+                call.turns = opened.session.commit(call.planned, call.responses.result())
+        return call.turns
 
 
 async def _all(futures: Sequence[asyncio.Future[Response]]) -> list[Response]:

@@ -1,4 +1,4 @@
-"""The door with OpenAI's own client, and with requests that it would not send."""
+"""The policy endpoint with OpenAI's own client, and with requests that it would not send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from megatron_dcpo.rollout.arrivals import Arrivals
-from megatron_dcpo.rollout.door import Door
+from megatron_dcpo.rollout.openai_server import PolicyEndpoint
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.sessions import Session, SessionLimits
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
@@ -40,20 +40,20 @@ def answer(text: str) -> str:
 
 
 class Running:
-    """A door with an engine behind it, in a thread."""
+    """An endpoint with an engine behind it, in a thread."""
 
     def __init__(self) -> None:
         self.engine = ScriptedEngine(answer)
-        self.door = Door(self.engine.chat, "policy")
+        self.endpoint = PolicyEndpoint(self.engine.chat, "policy")
         self.arrivals = Arrivals()
-        self.door.arrivals = self.arrivals
+        self.endpoint.arrivals = self.arrivals
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
         self.number = 0
 
     def _serve(self) -> None:
         for responses in self.engine.serve(self.arrivals, SamplingConfig()):
-            self.door.deliver(responses)
+            self.endpoint.deliver(responses)
 
     def session(self, **limits: int) -> tuple[Session, str]:
         self.number += 1
@@ -61,11 +61,11 @@ class Running:
         chat = self.engine.chat
         prompt = prompt_of([QUESTION], chat, f"p{self.number}")
         session = Session(prompt, 0, chat, SessionLimits(**given))
-        return session, self.door.open(session)
+        return session, self.endpoint.open(session)
 
     def client(self, key: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.door.url}/s/{key}/v1",
+            base_url=f"{self.endpoint.url}/s/{key}/v1",
             api_key=key,
             **{"max_retries": 0, "timeout": 20.0, **options},
         )
@@ -73,7 +73,7 @@ class Running:
     def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
-        host = self.door.url.removeprefix("http://")
+        host = self.endpoint.url.removeprefix("http://")
         connection = http.client.HTTPConnection(host, timeout=20)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path, content, headers or {})
@@ -83,7 +83,7 @@ class Running:
     def close(self) -> None:
         self.arrivals.close()
         self.thread.join()
-        self.door.close()
+        self.endpoint.close()
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_keys(running: Running) -> None:
     assert running.post(f"/s/{key}/v1/responses", body)[0] == 404
     assert running.post(f"/s/{key}{path}", body, {"Host": "example.com"})[0] == 403
     assert running.post(f"/s/{key}{path}", body, {"Origin": "http://example.com"})[0] == 403
-    running.door.seal(key)
+    running.endpoint.seal(key)
     assert running.post(f"/s/{key}{path}", body)[0] == 409
     with pytest.raises(openai.ConflictError):
         running.client(key).chat.completions.create(model="x", messages=[QUESTION])
@@ -230,10 +230,10 @@ def test_keys(running: Running) -> None:
 def test_while_the_weights_change_a_client_asks_again(running: Running) -> None:
     _, key = running.session()
     body = {"model": "x", "messages": [QUESTION]}
-    running.door.arrivals = None
+    running.endpoint.arrivals = None
     status, _, headers = running.post(f"/s/{key}/v1/chat/completions", body)
     assert (status, headers["retry-after"]) == (503, "1")
-    timer = threading.Timer(0.5, setattr, (running.door, "arrivals", running.arrivals))
+    timer = threading.Timer(0.5, setattr, (running.endpoint, "arrivals", running.arrivals))
     timer.start()
     reply = running.client(key, max_retries=3).chat.completions.create(
         model="x", messages=[QUESTION]
@@ -260,7 +260,7 @@ def test_a_retry_joins_the_request_that_it_repeats(running: Running) -> None:
     path = f"/s/{key}/v1/chat/completions"
     before = len(running.engine.calls)
     running.engine.is_stuck = True
-    host = running.door.url.removeprefix("http://")
+    host = running.endpoint.url.removeprefix("http://")
     gone = http.client.HTTPConnection(host, timeout=0.3)
     gone.request("POST", path, json.dumps(body))
     with pytest.raises(TimeoutError):
@@ -289,7 +289,7 @@ def test_retries_of_equal_requests_repeat_one_each(running: Running) -> None:
     body = {"model": "x", "messages": [QUESTION]}
     path = f"/s/{key}/v1/chat/completions"
     running.engine.is_stuck = True
-    host = running.door.url.removeprefix("http://")
+    host = running.endpoint.url.removeprefix("http://")
     clients = [http.client.HTTPConnection(host, timeout=20) for _ in range(2)]
     for number, client in enumerate(clients, start=1):
         client.request("POST", path, json.dumps(body))
@@ -316,7 +316,7 @@ def test_the_end_of_a_session_gives_up_its_calls(running: Running) -> None:
     while not session.calls:
         time.sleep(0.01)
     time.sleep(0.1)
-    running.door.seal(key)
+    running.endpoint.seal(key)
     asking.join()
     running.engine.is_stuck = False
     assert statuses == [409]

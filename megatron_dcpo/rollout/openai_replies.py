@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.door_requests import DoorRequest
+from megatron_dcpo.rollout.openai_requests import OpenAIRequest
 from megatron_dcpo.rollout.sessions import Turn
 
 
 def reply_body(
-    turns: Sequence[Turn], request: DoorRequest, chat: ChatTokens, model: str
+    turns: Sequence[Turn], request: OpenAIRequest, chat: ChatTokens, model: str
 ) -> dict[str, Any]:
     """Return the answer to a request: the ``turns`` are its choices."""
     is_chat = request.asked.is_chat
@@ -36,7 +36,7 @@ def reply_body(
     return body
 
 
-def _choice(turn: Turn, number: int, request: DoorRequest, chat: ChatTokens) -> dict[str, Any]:
+def _choice(turn: Turn, number: int, request: OpenAIRequest, chat: ChatTokens) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": number, "finish_reason": turn.finish_reason}
     if request.asked.is_chat:
         message = _as_message(turn)
@@ -68,7 +68,7 @@ def _as_message(turn: Turn) -> dict[str, Any]:
     return message
 
 
-def _logprobs(turn: Turn, request: DoorRequest, chat: ChatTokens) -> dict[str, Any]:
+def _logprobs(turn: Turn, request: OpenAIRequest, chat: ChatTokens) -> dict[str, Any]:
     """Return the log-probs of the tokens of an answer."""
     ids = turn.sampled[: turn.answer_tokens]
     pieces = chat.tokens.pieces(ids)
@@ -92,7 +92,7 @@ def _logprobs(turn: Turn, request: DoorRequest, chat: ChatTokens) -> dict[str, A
     }
 
 
-def events(body: dict[str, Any], request: DoorRequest) -> Iterator[bytes]:
+def events(body: dict[str, Any], request: OpenAIRequest) -> Iterator[bytes]:
     """Yield an answer as server-sent events: each choice in one piece, then how it ended."""
     head = {name: body[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if request.asked.is_chat else "text_completion"
