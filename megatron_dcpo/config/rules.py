@@ -30,7 +30,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.runtime.brought import BROUGHT
+from megatron_dcpo.runtime.brought import REASONING_GYM
 
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
@@ -347,16 +347,15 @@ def scores_need_a_verifier_that_gives_them(config: Config) -> Problem:
 
 @rule("train")
 def a_verifier_has_responses_to_judge(config: Config) -> Problem:
-    """What a library brings is judged by itself; a validation may have other benchmarks."""
+    """Reasoning Gym judges its tasks; a validation may have other benchmarks."""
     if config.judging.verifier == JudgingConfig.verifier or config.evaluation.interval:
         return None
     for source in config.data.sources:
-        if not source.verifier and not source.path.startswith(BROUGHT):
+        if not source.verifier and not source.path.startswith(REASONING_GYM):
             return None
     return (
         "judging.verifier would judge nothing: every source of data.path has its own verifier, or "
-        "brings its scores (Reasoning Gym, environments); remove it, or name it as the verifier of "
-        "a source"
+        "is of Reasoning Gym; remove it, or name it as the verifier of a source"
     )
 
 
@@ -364,7 +363,7 @@ def _has_scores(config: Config) -> bool:
     """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
-        if source.path.startswith(BROUGHT) or gives_scores(verifier):
+        if source.path.startswith(REASONING_GYM) or gives_scores(verifier):
             return True
     return False
 
@@ -549,6 +548,15 @@ def one_thing_makes_the_responses(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.agent and rollout.command:
         return "rollout.agent and rollout.command both make the responses; remove one"
+    return _python_without_an_agent(rollout)
+
+
+def _python_without_an_agent(rollout: AgentsConfig) -> Problem:
+    if rollout.agent_python and not rollout.agent:
+        return (
+            f"rollout.agent_python={rollout.agent_python} is where rollout.agent runs; name that, "
+            "or remove it"
+        )
     return None
 
 
@@ -1042,6 +1050,8 @@ def agents_need_a_model_in_this_process(config: EvaluateConfig) -> Problem:
     rollout = config.rollout
     if rollout.agent and rollout.command:
         return "rollout.agent and rollout.command both make the responses; remove one"
+    if rollout.agent_python and not rollout.agent:
+        return _python_without_an_agent(rollout)
     if rollout.runs_agents:
         if config.endpoint.url:
             return (

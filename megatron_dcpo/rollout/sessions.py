@@ -130,15 +130,13 @@ class Turn:
 @dataclass
 class Session:
     """What an agent says and is told about ``prompt``, as response ``index``. ``chat`` encodes it;
-    ``turns`` are the answered calls, in their order. An answer is told up to the text ``hides``:
-    an environment gets no confidence to see.
+    ``turns`` are the answered calls, in their order.
     """
 
     prompt: Prompt
     index: int
     chat: ChatTokens
     limits: SessionLimits
-    hides: str = ""
     turns: list[Turn] = field(default_factory=list)
     is_sealed: bool = False
     calls: int = 0
@@ -351,9 +349,7 @@ class Session:
         sampled = response.token_ids
         ended = self.chat.has_ended(sampled)
         whole = self.chat.bytes_of(sampled[: len(sampled) - ended])
-        stops_at = stop_in(whole, asked.stop)
-        at = stop_in(whole[:stops_at], (self.hides,) if self.hides else ())
-        at = stops_at if at is None else at
+        at = stop_in(whole, asked.stop)
         tokens = len(sampled) - ended
         if at is not None:
             tokens = self._tokens_within(sampled[:tokens], at)
@@ -379,7 +375,7 @@ class Session:
             name=name,
             sampled=sampled,
             logprobs=response.logprobs,
-            finish_reason="stop" if stops_at is not None or ended else response.finish_reason,
+            finish_reason="stop" if at is not None or ended else response.finish_reason,
             weights_version=response.weights_version,
             step=response.step,
             answer_tokens=tokens,
