@@ -55,7 +55,7 @@ def __getattr__(name):
 
     async def run(problem, client):
         options = {
-            "base_url": str(client.base_url),
+            "base_url": str(client.base_url).rstrip("/"),
             "api_key": client.api_key,
             "model": "policy",
             "return_token_id_information": False,
@@ -168,7 +168,8 @@ def rows(lines):
             messages = [{"role": "system", "content": asked["instructions"]}, *messages]
         roles = {"developer": "system"}
         problem = [{**each, "role": roles.get(each["role"], each["role"])} for each in messages]
-        answer = str(given.get("expected_answer", given.get("answer", "")))
+        # a row needs an answer to show, which the reward does not read
+        answer = str(given.get("expected_answer", given.get("answer", ""))) or "-"
         yield {"problem": problem, "answer": answer, "input": given}
 
 

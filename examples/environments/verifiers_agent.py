@@ -146,9 +146,15 @@ def rows(name, part):
         numbers = {
             k: v for k, v in info.items() if isinstance(v, (int, float)) and math.isfinite(v)
         }
+        # a row needs an answer to show, which the reward does not read
         answer = row.get("answer")
         shown = str(answer) if isinstance(answer, (str, int, float)) else ""
-        yield {**numbers, "problem": plain(row["prompt"]), "answer": shown, "input": dict(row)}
+        yield {
+            **numbers,
+            "problem": plain(row["prompt"]),
+            "answer": shown or "-",
+            "input": dict(row),
+        }
 
 
 def plain(prompt):

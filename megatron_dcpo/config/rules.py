@@ -339,8 +339,8 @@ def scores_need_a_verifier_that_gives_them(config: Config) -> Problem:
     judging = config.judging
     if (judging.graded or judging.threshold < 1) and not _has_scores(config):
         return (
-            "judging.graded and judging.threshold are for f1, a verifier of yours, or several with "
-            "weights; name it, or remove them"
+            "judging.graded and judging.threshold are for f1, a verifier or an agent of yours, or "
+            "several with weights; name it, or remove them"
         )
     return None
 
@@ -360,7 +360,9 @@ def a_verifier_has_responses_to_judge(config: Config) -> Problem:
 
 
 def _has_scores(config: Config) -> bool:
-    """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
+    """Return whether agents, or a verifier of any source, give scores between 0 and 1."""
+    if config.rollout.runs_agents:
+        return True
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
         if source.path.startswith(REASONING_GYM) or gives_scores(verifier):
