@@ -123,7 +123,7 @@ class Servers:
             transport=transport, base_url=address, cookies=cookies, timeout=None
         ) as client:
             reply = await client.request(method, url_path, json=json, **options)
-            return Reply(reply, {**(cookies or {}), **client.cookies})
+            return Reply(reply, {**(cookies or {}), **reply.cookies})
 
 
 class Reply:

@@ -337,12 +337,47 @@ def test_an_agent_that_cannot_be_loaded_ends_the_run_at_its_start(
         pass
 
 
+def test_a_python_that_cannot_be_run_ends_the_run_at_its_start(tmp_path: Path) -> None:
+    path = write(tmp_path, AGENT)
+    for python in (str(tmp_path / "nothing"), path.partition(":")[0]):
+        with (
+            pytest.raises(UserError, match=r"rollout\.agent=.*agent\.py:run"),
+            rollout(agent=path, python=python),
+        ):
+            pass
+
+
+def test_a_python_that_ends_fails_its_sessions_and_is_started_again(tmp_path: Path) -> None:
+    """It has a PYTHONPATH of its own, and nothing of this package."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    text = (
+        AGENT
+        + """
+async def lonely(problem, client):
+    return {"score": 1, "ours": "megatron_dcpo" in sys.modules, "path": "PYTHONPATH" in os.environ}
+
+async def takes_along(problem, client):
+    os.kill(os.getppid(), 9)
+    time.sleep(1000)
+"""
+    )
+    with rollout(agent=write(tmp_path, text), python=str(python)) as made:
+        (one,) = sampled(made, "lonely").values()
+        assert one.verdict == {"score": 1.0, "ours": False, "path": False}
+        (lost,) = sampled(made, "takes_along").values()
+        assert lost.failure
+        (again,) = sampled(made, "scores").values()
+        assert again.verdict == {"score": 0.25}
+
+
 def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
     with rollout(agent=write(tmp_path, AGENT)) as made:
-        made.hosts[""]._process.kill()
-        made.hosts[""]._process.wait()
+        made.host._process.kill()
+        made.host._process.wait()
         assert len(sampled(made, "scores", times=2)) == 2
-        started = made.hosts[""]._process.pid
+        started = made.host._process.pid
 
         def late() -> None:
             time.sleep(0.5)
@@ -362,7 +397,7 @@ def test_a_process_that_has_said_its_last_starts_no_session() -> None:
     be heard of.
     """
     says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
-    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says), ()), 5.0)
+    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says)), 5.0)
     first = host._process
     time.sleep(0.5)
     number = host.start({}, "", "")

@@ -11,7 +11,6 @@ class ASGITransport:
 class AsyncClient:
     def __init__(self, transport, **options):
         self.app = transport.app
-        self.cookies = {}
 
     async def __aenter__(self):
         return self
@@ -22,5 +21,9 @@ class AsyncClient:
     async def request(self, method, path, json):
         value = await self.app(path, json)
         return SimpleNamespace(
-            status_code=200, is_success=True, json=lambda: value, raise_for_status=lambda: None
+            status_code=200,
+            is_success=True,
+            cookies={},
+            json=lambda: value,
+            raise_for_status=lambda: None,
         )
