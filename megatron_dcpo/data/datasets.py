@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.answers import answer_of, is_no_answer, is_structured, last_box
+from megatron_dcpo.data.answer_keys import answer_of, is_no_answer, is_structured, last_box
 from megatron_dcpo.data.chat_template import ChatSwitches
 from megatron_dcpo.data.chats import (
     CHAT_COLUMNS,
@@ -54,8 +54,6 @@ from megatron_dcpo.data.code_problems import (
     pack_tests,
     tests_key,
 )
-from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.data.labels import (
     ANSWER_COLUMNS,
     KIND_COLUMNS,
@@ -64,7 +62,6 @@ from megatron_dcpo.data.labels import (
     labels_of,
     with_epoch,
 )
-from megatron_dcpo.data.options import KEY_COLUMNS
 from megatron_dcpo.data.passages import (
     PASSAGE_COLUMNS,
     has_media,
@@ -72,7 +69,10 @@ from megatron_dcpo.data.passages import (
     passage_text,
     with_passage,
 )
-from megatron_dcpo.data.questions import question_of
+from megatron_dcpo.data.question_options import KEY_COLUMNS
+from megatron_dcpo.data.question_rows import question_of
+from megatron_dcpo.data.row_files import ROW_SUFFIXES, Row, read_rows
+from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
 from megatron_dcpo.runtime.plugins import load_part
@@ -131,7 +131,7 @@ KEYS_OF_PROGRAMS = replace(
     harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
     refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
 )
-_GYM_ROWS = "megatron_dcpo.data.gym:gym_rows"
+_GYM_ROWS = "megatron_dcpo.data.gym_tasks:gym_rows"
 _ENVIRONMENT_ROWS = "megatron_dcpo.data.environments:environment_rows"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern

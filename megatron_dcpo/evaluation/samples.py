@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.data.labels import without_epoch
+from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import parse_date

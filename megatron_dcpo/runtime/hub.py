@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.nearby_paths import places
 from megatron_dcpo.runtime.signals import launched_rank
 
 logger = logging.getLogger(__name__)

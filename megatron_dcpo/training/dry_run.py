@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.config.without_effect import options_without_effect
-from megatron_dcpo.data.files import is_here, is_hub_name
+from megatron_dcpo.data.row_files import is_here, is_hub_name
 from megatron_dcpo.evaluation.held_out import benchmark_names, check_keep_best, load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method, resolve

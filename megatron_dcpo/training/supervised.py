@@ -28,14 +28,14 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.config.supervised import SupervisedConfig, supervised_without_effect
+from megatron_dcpo.config.supervised_sections import SupervisedConfig, supervised_without_effect
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
+from megatron_dcpo.objectives.supervised_loss import SupervisedLoss, find_loss
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, Optimizer

@@ -300,6 +300,18 @@ def test_a_class_name_means_one_class() -> None:
     assert not {name: modules for name, modules in owners.items() if len(modules) > 1}
 
 
+def test_a_file_name_means_one_room() -> None:
+    """The verbs of the command line aside, each in a file of its name."""
+    places: dict[str, list[str]] = {}
+    for module in MODULES:
+        subpackage_of, _, name = module.removeprefix("megatron_dcpo.").rpartition(".")
+        if subpackage_of not in ("", "cli"):
+            places.setdefault(name, []).append(subpackage_of)
+    of_serving = {name for name, rooms in places.items() if "serving" in rooms}
+    several = {name: rooms for name, rooms in places.items() if len(rooms) > 1}
+    assert not several.keys() - of_serving - {"environments", "pool", "verifiers"}, several
+
+
 def splats(tree: ast.Module) -> Iterator[int]:
     """Yield the lines of calls that take a tuple apart which was packed for them: a literal, a name
     to which the same function assigns a literal, or anything at all that a constructor is given.

@@ -19,9 +19,9 @@ from megatron_dcpo.data import code_problems, livecodebench
 from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
 from megatron_dcpo.data.code_problems import Untested, code_problem, pack_tests, unpack_tests
 from megatron_dcpo.data.datasets import load_records, message_prompts
-from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.program_judge import judge_programs
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 from tests.helpers.data import real, reference_solution, write
 from tests.helpers.paths import DATA
