@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_what_is_not_read(args: argparse.Namespace) -> None:
-    """Raise :class:`UserError` for an option that changes nothing about what is asked for."""
+    """Raise :class:`UserError` for an option without effect on this plan."""
     if args.reshard:
         unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
         refuse_given(args, unread, "does not go with --reshard, which counts bytes alone")

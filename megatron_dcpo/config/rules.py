@@ -932,7 +932,7 @@ _OF_REQUESTS = {
     "top_p": "evaluation.top_p (--top-p)",
     "top_k": "evaluation.top_k (--top-k)",
     "max_tokens": "evaluation.max_tokens (--max-tokens)",
-    "seed": "evaluation.seed (--seed), of which every repeat gets its own",
+    "seed": "evaluation.seed (--seed), of which each repeat gets another",
 }
 
 

@@ -467,7 +467,7 @@ class OtherLanguage(Exception):
 
 
 class Untested(Exception):
-    """The tests of a row, which the argument names, pass for any program."""
+    """The tests of the row (its name is the argument) pass for any program."""
 
 
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (

@@ -173,7 +173,7 @@ class Record:
 
 
 class NoAnswer(Exception):
-    """The key of a row, which the argument is, equals no answer."""
+    """The answer key of a row (the argument) means "no answer"."""
 
 
 # ------------------------------------------------------------------------------------------ prompts

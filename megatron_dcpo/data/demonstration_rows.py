@@ -51,7 +51,7 @@ RESPONSES = ("response", "completion", "answer", "output", "solution")
 # our names in data.columns, besides messages, prompt and response
 BESIDE = ("weight", "spans", "system", "history", "context", "tools", "reasoning", "label")
 _REASONS = "name it by data.columns={reasoning: NAME}, or leave it out by {reasoning: ''}"
-# what a column says of whether a model reasons (Nemotron), which is not what it reasons
+# Nemotron's switch of the reasoning, which is not its text
 _SWITCHES = ("on", "off", "true", "false", "yes", "no")
 _OTHER = "name the response by data.columns={response: NAME}"
 KEYS = RowKeys(

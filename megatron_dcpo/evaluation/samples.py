@@ -297,7 +297,7 @@ DATE = "date"
 
 
 def settings_next_to(samples: str | Path) -> dict[str, Any] | None:
-    """Return how the samples of a file were asked, from the settings in its directory; None if
+    """Return how the samples of a file were drawn, from the settings in its directory; None if
     there are none. Raises :class:`UserError` if they cannot be read.
     """
     path = Path(samples).with_name(SETTINGS)
@@ -345,7 +345,7 @@ class SampleLog:
                 file.writelines(map(sample_line, others))
             names = sorted({sample.prompt.prompt_id for sample in others})
             logger.warning(
-                "%d samples are of other problems than those that are asked now (%s); they are in "
+                "%d samples are of other problems than those of this evaluation (%s); they are in "
                 "%s, and these problems are sampled again",
                 len(others),
                 shortened(names),
@@ -417,7 +417,7 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def date_of(directory: str | Path) -> date | None:
-    """Return the date with which the samples in a directory were asked, None if there are none."""
+    """Return the date with which the samples in a directory were drawn, None if there are none."""
     root = Path(directory)
     if not (root / FILE).exists():
         return None

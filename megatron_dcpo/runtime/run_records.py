@@ -36,7 +36,7 @@ def read_launches(directory: Path) -> list[dict[str, Any]]:
 
 @functools.cache
 def today() -> date:
-    """Return the date at which this process asked first: all its prompts have the same."""
+    """Return the date of the first call in this process: all its prompts have the same."""
     return datetime.now().date()
 
 

@@ -39,7 +39,7 @@ from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
 # The paper's method, its ablations, and what it compares with (docs/algorithms.md#2-methods).
 PAPER_METHODS = ("grpo", "dcpo", "coupled", "rlcr", "ccgspg", "posthoc")
 # The paper's values of the options that decide what a step computes. Methods without a confidence
-# line are asked by the template grpo.
+# line have the template grpo.
 PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "data.template": ("paper", "grpo"),
