@@ -46,13 +46,11 @@ from megatron_dcpo.data.chats import (
     tools_of,
     with_system,
 )
-from megatron_dcpo.data.code_problems import (
+from megatron_dcpo.data.columns_of_tests import (
     TEST_COLUMNS,
     OtherLanguage,
     Untested,
-    code_problem,
-    pack_tests,
-    tests_key,
+    may_have_tests,
 )
 from megatron_dcpo.data.labels import (
     ANSWER_COLUMNS,
@@ -131,6 +129,7 @@ KEYS_OF_PROGRAMS = replace(
     harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
     refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
 )
+_PACKED_PROBLEM = "megatron_dcpo.data.code_problems:packed_problem"
 _GYM_ROWS = "megatron_dcpo.data.gym_tasks:gym_rows"
 _ENVIRONMENT_ROWS = "megatron_dcpo.data.environments:environment_rows"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
@@ -622,10 +621,10 @@ def to_record(
     """
     name = task if forced else str(row.get("data_source") or task)
     where = f"{source}: row {index + 1}"
-    code = code_problem(row, where)
+    code = load_part(_PACKED_PROBLEM)(row, where) if may_have_tests(row) else None
     if code is not None:
-        packed = pack_tests(code.tests)
-        messages, key = _as_messages(code.statement, where), tests_key(packed)
+        packed, key = code.tests, code.key
+        messages = _as_messages(code.statement, where)
         kept = columns(row, name, messages, key) if keep_columns else None
         return Record(name, index, messages, key, packed, kind_of_row(row), kept, "code")
     question = question_of(row, index, where, strict=not keep_columns)

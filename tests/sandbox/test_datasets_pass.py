@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.data.code_problems import Untested, code_problem
+from megatron_dcpo.data.code_problems import code_problem
+from megatron_dcpo.data.columns_of_tests import Untested
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from megatron_dcpo.sandbox.program_judge import CodeVerdict, judge_programs
