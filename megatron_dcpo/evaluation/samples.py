@@ -27,7 +27,7 @@ from megatron_dcpo.data.labels import without_epoch
 from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.run_records import parse_date
+from megatron_dcpo.runtime.run_records import differing, parse_date
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Count, Judgement, Limits, Probability, Prompt, Response
 
@@ -408,11 +408,11 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"{path.parent} holds samples of unknown settings; give another --out, or --fresh"
         ) from None
-    for name in sorted({*before, *settings} - {DATE}):
-        if before.get(name) != settings.get(name):
+    for name, (old, new) in differing(before, settings):
+        if name != DATE:
             raise UserError(
-                f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is "
-                f"{settings.get(name)!r}; give another --out, or --fresh to drop its samples"
+                f"{path.parent} was begun with {name} = {old!r}, now it is {new!r}; give another "
+                "--out, or --fresh to drop its samples"
             )
 
 
