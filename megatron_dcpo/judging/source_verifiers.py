@@ -37,7 +37,7 @@ def verifier_of(source: SourceConfig, judging: JudgingConfig) -> VerifierChoice:
 def path_of(source: SourceConfig) -> str:
     """Return the path of a source, with its options if it is a task of Reasoning Gym."""
     if is_gym(source.path):
-        with_options = load_part("megatron_dcpo.data.gym:gym_path")
+        with_options = load_part("megatron_dcpo.data.gym_tasks:gym_path")
         return str(with_options(source.path, source.options, source.size, source.seed))
     return source.path
 
