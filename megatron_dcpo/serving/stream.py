@@ -8,28 +8,22 @@ did not ask for, and leaves the choices without a confidence.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.serving import exact_json
-from megatron_dcpo.serving.asking import Asked
-from megatron_dcpo.serving.choices import Chunk, StreamedChoice
+from megatron_dcpo.serving.asking import Asked, hide_logprobs
 from megatron_dcpo.serving.events import DONE, Event, EventDecoder
-from megatron_dcpo.serving.exact_json import compact
 from megatron_dcpo.serving.finishing import finish_reason
-from megatron_dcpo.serving.hiding import hide_logprobs
-from megatron_dcpo.serving.replies import (
-    ERROR_WITH_ANSWER,
-    Scoring,
-    answer_id,
-    drop_fields,
-    error_body,
-)
+from megatron_dcpo.serving.json_text import compact, error_body, objects_in, read_json
+from megatron_dcpo.serving.scorer import FIELDS
+from megatron_dcpo.serving.streamed_choice import Chunk, StreamedChoice
+from megatron_dcpo.serving.whole_reply import ERROR_WITH_ANSWER, Scoring
 
 _MOST_CHOICES = 4096  # that are told apart; OpenAI's servers give 128
 _MOST_HELD = 64  # events without choices that wait behind the last chunk of a choice
-# an object with one of these is a piece of an answer, whatever its form
+# an event with one of these is a piece of an answer, whatever its form
 _OF_A_CHOICE = frozenset(
     ("delta", "text", "content", "token", "tokens", "logprobs", "finish_reason", "choices", "error")
 )
@@ -51,7 +45,8 @@ class _Held:
 
 class Stream:
     """The events of one reply. ``feed`` takes bytes as they come and returns those to pass on.
-    ``is_complete`` says that the client has the whole answer.
+    ``is_complete`` says that the client has the whole answer, ``is_broken`` that it ends with an
+    error.
     """
 
     def __init__(self, scoring: Scoring) -> None:
@@ -61,13 +56,15 @@ class Stream:
         self.held: list[_Held] = []
         self.last: Chunk = {}
         self.unreadable = ""  # what could not be read, and may be of any choice
+        self.has_data = False
         self.is_complete = False
+        self.is_broken = False
         self.size = 0
-        self.decoder = EventDecoder(scoring.limits.event_bytes)
+        self.decoder = EventDecoder(scoring.bounds.reply_bytes)
 
     async def feed(self, piece: bytes, is_last: bool = False) -> bytes:
-        """Return what the client gets for a piece of the upstream's stream; the last piece ends it.
-        Raises :class:`EventTooLongError`.
+        """Return what the client gets for a piece of the upstream's stream. Raises
+        :class:`EventTooLongError`.
         """
         self.size += len(piece)
         if self.is_too_long:
@@ -77,10 +74,19 @@ class Stream:
         out = []
         for event in self.decoder.feed(piece, is_last):
             out.append(await self._event(event))
-        if is_last and not self.is_complete:
-            out.append(await self._finish())
-            self.is_complete = True
         return b"".join(out)
+
+    async def end(self) -> bytes:
+        """Return what the client gets when the upstream's stream has ended. Raises as
+        :meth:`feed`.
+        """
+        rest = await self.feed(b"", is_last=True)
+        if self.is_complete:
+            return rest
+        if not self.has_data:
+            return rest + await self.broken("the upstream's answer is no stream of events")
+        self.is_complete = True
+        return rest + await self._finish()
 
     async def broken(self, words: str) -> bytes:
         """Return the end of a stream that has no end of its own: what is left of the texts, without
@@ -89,9 +95,9 @@ class Stream:
         if self.is_complete:
             return b""
         self._give_up(words)
+        self.is_complete = self.is_broken = True
         rest = await self._finish()
-        self.is_complete = True
-        return rest + error_event(words) + Event(data=DONE).encoded()
+        return rest + _error_event(words) + Event(DONE).encoded()
 
     def _give_up(self, words: str) -> None:
         """Leave every choice without a confidence."""
@@ -100,7 +106,7 @@ class Stream:
     @property
     def is_too_long(self) -> bool:
         """Return whether no more of the stream is remembered, which is passed on all the same."""
-        return self.size > self.scoring.limits.reply_bytes
+        return self.size > self.scoring.bounds.reply_bytes
 
     async def _event(self, event: Event) -> bytes:
         """Return an event as the client gets it."""
@@ -108,17 +114,19 @@ class Stream:
             return event.encoded()
         if self.is_complete:  # nobody reads on
             return b""
-        if event.is_done:
+        self.has_data = True
+        if event.data.strip() == DONE:
             rest = await self._finish()
             self.is_complete = True
             return rest + event.encoded()
         try:
-            value = exact_json.loads(event.data.encode())
+            value = read_json(event.data.encode())
         except ValueError:
             return self._not_json(event)
         chunk = value if isinstance(value, dict) else {}
         if not isinstance(chunk.get("choices"), list):
-            if not isinstance(value, dict) or _OF_A_CHOICE & _names_in(value):
+            is_answer = any(_OF_A_CHOICE & one.keys() for one in objects_in(value))
+            if is_answer or not isinstance(value, dict):
                 self._give_up("an event of another form")
             return self._without_choices(event, value)
         if not chunk["choices"]:
@@ -127,11 +135,11 @@ class Stream:
 
     def _not_json(self, event: Event) -> bytes:
         """Pass an event on in which no log-probs can be hidden, or say that it is not shown."""
-        if event.data is not None and not event.data.strip():
+        if not (event.data or "").strip():
             return event.encoded()
         self._give_up("an event that is not JSON")
         if self.asked.adds_logprobs:
-            return error_event("the upstream sent an event that is not JSON")
+            return _error_event("the upstream sent an event that is not JSON")
         return event.encoded()
 
     def _without_choices(self, event: Event, value: Any) -> bytes:  # noqa: ANN401 -- any JSON
@@ -152,7 +160,9 @@ class Stream:
         going_on = []
         ending = []
         for choice in chunk["choices"]:
-            drop_fields(choice)
+            if isinstance(choice, dict):  # a confidence of the upstream's is not ours
+                for name in FIELDS:
+                    choice.pop(name, None)
             index = self._index_of(choice)
             if index is None:
                 going_on.append(choice)
@@ -236,25 +246,10 @@ class Stream:
         """Put the confidence of a choice into its last chunk."""
         choice = self.choices[index]
         unreadable = self.unreadable or choice.why_not_whole()
-        scored = await self.scoring.score(choice.whole(), unreadable)
+        scored = await asyncio.to_thread(self.scoring.score, choice.whole(), unreadable)
         choice.finish(chunk["choices"][0], scored)
-        self.scoring.told(answer_id(chunk), index, scored)
 
 
-def error_event(words: str) -> bytes:
+def _error_event(words: str) -> bytes:
     """Return an event that says what went wrong at the upstream."""
-    return Event(data=compact(error_body(502, words)).decode()).encoded()
-
-
-def _names_in(value: Any) -> set[str]:  # noqa: ANN401 -- any JSON
-    """Return the names of all fields, at any depth."""
-    names: set[str] = set()
-    todo = [value]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, dict):
-            names |= one.keys()
-            todo += one.values()
-        elif isinstance(one, list):
-            todo += one
-    return names
+    return Event(compact(error_body(502, words)).decode()).encoded()
