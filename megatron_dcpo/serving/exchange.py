@@ -30,7 +30,7 @@ class UpstreamError(Exception):
     """An application has not given a whole answer, or one that cannot be read."""
 
 
-class Reply:
+class UpstreamReply:
     """The answer of an application, one message of which waits at a time. ``is_sent`` says that the
     application has sent all of it.
     """
@@ -132,14 +132,14 @@ class Reply:
 @asynccontextmanager
 async def exchange(
     app: App, scope: Message, receive: Receive, content: bytes
-) -> AsyncIterator[Reply]:
+) -> AsyncIterator[UpstreamReply]:
     """Send a request on with another body, and yield its answer when the head is there; what is not
     read of it ends. The answer is not compressed, so that it can be read.
     """
     headers = [one for one in scope["headers"] if one[0] not in _REPLACED]
     headers.append((b"accept-encoding", b"identity"))
     headers.append((b"content-length", str(len(content)).encode()))
-    reply = Reply(content, receive)
+    reply = UpstreamReply(content, receive)
     running = asyncio.create_task(reply.run(app, {**scope, "headers": headers}))
     try:
         await reply.begin()

@@ -30,8 +30,8 @@ from megatron_dcpo.serving.calibrator import Names
 from megatron_dcpo.serving.counters import Counters
 from megatron_dcpo.serving.events import EventTooLongError
 from megatron_dcpo.serving.exchange import (
-    Reply,
     UpstreamError,
+    UpstreamReply,
     exchange,
     send_body,
     send_error,
@@ -148,7 +148,7 @@ class ConfidenceMiddleware:
             raise BadRequestError(f"the body is not a JSON object: {error}") from None
         return ask(body, PATHS[path], self.service.scorer.calibrator, self.service.names)
 
-    async def _pass(self, asked: Asked, reply: Reply, send: Send) -> int:
+    async def _pass(self, asked: Asked, reply: UpstreamReply, send: Send) -> int:
         """Pass an answer on, whole or as a stream: that is seen from its first character, whatever
         its header says.
         """
@@ -172,7 +172,7 @@ class ConfidenceMiddleware:
         await send_body(send, content)
         return reply.status
 
-    async def _pass_stream(self, scoring: Scoring, reply: Reply, send: Send) -> int:
+    async def _pass_stream(self, scoring: Scoring, reply: UpstreamReply, send: Send) -> int:
         """Pass the events of a stream on. After its head an error can only be said in an event."""
         headers = [one for one in reply.headers_of_changed() if one[0] != b"content-type"]
         kind = reply.header(b"content-type")

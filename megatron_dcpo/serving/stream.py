@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_dcpo.serving.asking import Asked, hide_logprobs
@@ -22,25 +22,11 @@ from megatron_dcpo.serving.streamed_choice import Chunk, StreamedChoice
 from megatron_dcpo.serving.whole_reply import ERROR_WITH_ANSWER, Scoring
 
 _MOST_CHOICES = 4096  # that are told apart; OpenAI's servers give 128
-_MOST_HELD = 64  # events without choices that wait behind the last chunk of a choice
+_MOST_WAITING = 64
 # an event with one of these is a piece of an answer, whatever its form
 _OF_A_CHOICE = frozenset(
     ("delta", "text", "content", "token", "tokens", "logprobs", "finish_reason", "choices", "error")
 )
-
-
-@dataclass
-class _Held:
-    """An event that waits until the choices are scored; ``index`` is that of the choice whose last
-    chunk it is, None for an event without choices.
-    """
-
-    event: Event
-    chunk: Chunk
-    index: int | None
-
-    def encoded(self) -> bytes:
-        return replace(self.event, data=compact(self.chunk).decode()).encoded()
 
 
 class Stream:
@@ -53,7 +39,7 @@ class Stream:
         self.scoring = scoring
         self.asked: Asked = scoring.asked
         self.choices: dict[int, StreamedChoice] = {}
-        self.held: list[_Held] = []
+        self.waiting: list[bytes] = []  # events without choices, behind the end of a choice
         self.last: Chunk = {}
         self.unreadable = ""  # what could not be read, and may be of any choice
         self.has_data = False
@@ -143,13 +129,14 @@ class Stream:
         return event.encoded()
 
     def _without_choices(self, event: Event, value: Any) -> bytes:  # noqa: ANN401 -- any JSON
-        """Pass on what holds no choices, after what waits before it."""
+        """Pass on what holds no choices, after the end of a choice if one waits."""
         hide_logprobs(value, self.asked)
-        one = _Held(event, value, None)
-        if self.held and len(self.held) < _MOST_HELD + len(self.choices):
-            self.held.append(one)
+        content = _changed(event, value)
+        is_behind = any(choice.ending for choice in self.choices.values())
+        if is_behind and not self.is_too_long and len(self.waiting) < _MOST_WAITING:
+            self.waiting.append(content)
             return b""
-        return one.encoded()
+        return content
 
     def _chunk(self, event: Event, chunk: Chunk) -> bytes:
         """Return a chunk without the choices that end in it, which wait until they are scored."""
@@ -163,33 +150,28 @@ class Stream:
             if isinstance(choice, dict):  # a confidence of the upstream's is not ours
                 for name in FIELDS:
                     choice.pop(name, None)
-            index = self._index_of(choice)
-            if index is None:
+            one = self._choice(choice)
+            if one is None:
                 going_on.append(choice)
                 continue
-            out += self._take(choice, index)
+            out.append(_released(one))
+            self._take(one, choice)
             if finish_reason(choice) is None:
                 going_on.append(choice)
             else:
-                ending.append((index, choice))
+                ending.append((one, choice))
         hide_logprobs(chunk, self.asked)
         if going_on:
-            out.append(_Held(event, {**chunk, "choices": going_on}, None))
-        for index, choice in ending:
-            alone = {**chunk, "choices": [choice]}
-            if going_on or choice is not ending[0][1]:
-                alone.pop("usage", None)
-            self.held.append(_Held(event, alone, index))
-        return b"".join(held.encoded() for held in out)
+            out.append(_changed(event, {**chunk, "choices": going_on}))
+            chunk.pop("usage", None)
+        for one, choice in ending:
+            out.append(_released(one))
+            one.ending = (event, {**chunk, "choices": [choice]})
+            chunk.pop("usage", None)
+        return b"".join(out)
 
-    def _take(self, choice: Chunk, index: int) -> list[_Held]:
-        """Read the chunk of a choice, and return those that were held for its last ones."""
-        one = self.choices.get(index)
-        if one is None:
-            one = self.choices[index] = StreamedChoice(self.asked, self.scoring.scorer)
-        released = []
-        if one.says_something(choice) or finish_reason(choice) is not None:
-            released = self._release(index)
+    def _take(self, one: StreamedChoice, choice: Chunk) -> None:
+        """Read the chunk of a choice."""
         logged = choice.get("logprobs")
         if self.asked.adds_logprobs and self.asked.shows_logprobs:
             # fewer of them are shown than are read
@@ -197,11 +179,10 @@ class Stream:
         one.take(choice, logged)
         if self.is_too_long:
             one.forget()
-        return released
 
-    def _index_of(self, choice: object) -> int | None:
-        """Return the index of a choice; None, and no confidence for any, if it is not one of those
-        that were asked for.
+    def _choice(self, choice: object) -> StreamedChoice | None:
+        """Return the choice that a chunk is of; None, and no confidence for any, if it is not one
+        of those that were asked for.
         """
         count = self.asked.choices
         if not isinstance(choice, dict):
@@ -211,43 +192,42 @@ class Stream:
         if index is None and count == 1:
             index = 0
         if isinstance(index, int) and not isinstance(index, bool):
+            if index in self.choices:
+                return self.choices[index]
             is_asked = index >= 0 and (count is None or index < count)
-            is_room = not self.is_too_long and len(self.choices) < _MOST_CHOICES
-            if is_asked and (index in self.choices or is_room):
-                return index
+            if is_asked and not self.is_too_long and len(self.choices) < _MOST_CHOICES:
+                self.choices[index] = StreamedChoice(self.asked, self.scoring.scorer)
+                return self.choices[index]
         self._give_up("a choice with an index that was not asked for")
         return None
 
-    def _release(self, index: int) -> list[_Held]:
-        """Return the chunks that were taken for the last ones of a choice that goes on."""
-        released = [held for held in self.held if held.index == index]
-        self.held = [held for held in self.held if held.index != index]
-        for held in released:
-            held.chunk["choices"][0]["finish_reason"] = None
-        return released
-
     async def _finish(self) -> bytes:
-        """Return what waits, with the confidence in the last chunk of each choice."""
-        last = {held.index: position for position, held in enumerate(self.held)}
-        for index, choice in self.choices.items():
-            if index not in last:
-                chunk = {**self.last, "choices": [choice.last_chunk(index)]}
-                last[index] = len(self.held)
-                self.held.append(_Held(Event(), chunk, index))
+        """Return the last chunk of each choice, with its confidence, and what waits behind."""
         out = []
-        for position, held in enumerate(self.held):
-            if held.index is not None and last[held.index] == position:
-                await self._score(held.index, held.chunk)
-            out.append(held.encoded())
-        self.held = []
-        return b"".join(out)
+        for index, choice in self.choices.items():
+            event, chunk = Event(), {**self.last, "choices": [choice.last_chunk(index)]}
+            if choice.ending is not None:
+                event, chunk = choice.ending
+            unreadable = self.unreadable or choice.why_not_whole()
+            scored = await asyncio.to_thread(self.scoring.score, choice.whole(), unreadable)
+            choice.finish(chunk["choices"][0], scored)
+            out.append(_changed(event, chunk))
+        return b"".join(out + self.waiting)
 
-    async def _score(self, index: int, chunk: Chunk) -> None:
-        """Put the confidence of a choice into its last chunk."""
-        choice = self.choices[index]
-        unreadable = self.unreadable or choice.why_not_whole()
-        scored = await asyncio.to_thread(self.scoring.score, choice.whole(), unreadable)
-        choice.finish(chunk["choices"][0], scored)
+
+def _released(one: StreamedChoice) -> bytes:
+    """Return the event that was taken for the last one of a choice that goes on."""
+    if one.ending is None:
+        return b""
+    event, chunk = one.ending
+    chunk["choices"][0]["finish_reason"] = None
+    one.ending = None
+    return _changed(event, chunk)
+
+
+def _changed(event: Event, value: Any) -> bytes:  # noqa: ANN401 -- any JSON
+    """Return an event with other data."""
+    return replace(event, data=compact(value).decode()).encoded()
 
 
 def _error_event(words: str) -> bytes:

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from megatron_dcpo.serving.asking import Asked
+from megatron_dcpo.serving.events import Event
 from megatron_dcpo.serving.finishing import calls_tool, finish_reason
 from megatron_dcpo.serving.scorer import Scored, Scorer
 
@@ -89,6 +90,7 @@ class StreamedChoice:
         self.sent = 0  # characters of the text that the client has
         self.unreadable = ""
         self.finish_reason: object = None
+        self.ending: tuple[Event, Chunk] | None = None  # what seems to be its last event
         self.is_remembered = True
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -126,14 +128,6 @@ class StreamedChoice:
         safe = self.withheld.add(piece)
         self.write_text(chunk, safe)
         self.sent += len(safe)
-
-    def says_something(self, chunk: Chunk) -> bool:
-        """Return whether a chunk adds to what the choice says."""
-        delta = self._holder(chunk)
-        if not isinstance(delta, dict):
-            return False
-        thinking = delta.get("reasoning_content") or delta.get("reasoning")
-        return bool(thinking or calls_tool(delta) or delta.get(self._text_name))
 
     def whole(self) -> Chunk:
         """Return the choice as a reply that is not streamed has it."""

@@ -264,3 +264,13 @@ def test_a_client_that_leaves_after_the_last_word_has_its_answer() -> None:
         page = httpx2.get(f"http://127.0.0.1:{one.port}/metrics").text
         assert 'status="200"} 1.0' in page
         assert "499" not in page.partition("# TYPE dcpo_requests_created")[0].rpartition("499:")[2]
+
+
+def test_an_answer_that_has_not_begun_is_unavailable_when_the_server_ends() -> None:
+    with guarded(grace=1) as one:
+        one.upstream.pause = 20.0
+        ending = threading.Timer(0.5, lambda: setattr(one.server, "should_exit", True))
+        ending.start()
+        reply = one.post()
+        assert reply.status_code == 503
+        assert reply.headers["retry-after"] == "2"

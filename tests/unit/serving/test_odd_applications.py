@@ -124,6 +124,33 @@ def test_an_application_that_says_nothing() -> None:
     assert (answer.status, answer.is_complete) == (502, True)
 
 
+def test_a_choice_that_ends_twice_in_one_event_loses_no_text() -> None:
+    one = {"index": 0, "text": "so ", "logprobs": None, "finish_reason": "stop"}
+    event = {"id": "a1", "choices": [one, {**one, "text": "\\boxed{6}"}]}
+    answer = answer_of(saying([b"data: " + json.dumps(event).encode() + b"\n\n"]))
+    (choice,) = read_choices(answer.content).values()
+    assert choice["text"] == "so \\boxed{6}"
+    assert choice["scored"] == 1
+    assert answer.content.count(b'"stop"') == 1
+
+
+@pytest.mark.parametrize("content", [b"<html>Please log in</html>", b""])
+def test_a_stream_without_one_event_is_an_error(content: bytes) -> None:
+    *_, failed, done = read_events(answer_of(saying([content])).content)
+    assert json.loads(failed.data)["error"]["code"] == 502
+    assert done.data == "[DONE]"
+
+
+@pytest.mark.parametrize("status", [99, 600, 999])
+def test_a_status_that_there_is_not_is_a_bad_gateway(status: int) -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    answer = answer_of(app)
+    assert (answer.status, answer.is_complete) == (502, True)
+
+
 def test_what_comes_after_a_last_chunk_is_not_gathered() -> None:
     """Of the last chunks of a choice one waits, and of events without choices a few: the client
     gets them all, and one of them has the confidence.
@@ -136,7 +163,7 @@ def test_what_comes_after_a_last_chunk_is_not_gathered() -> None:
         pieces = [await stream.feed(chunk("\\boxed{6}", None))]
         for _ in range(500):
             pieces.append(await stream.feed(ending + usage))
-            assert len(stream.held) < 100
+            assert len(stream.waiting) < 100
         pieces.append(await stream.end())
         return b"".join(pieces)
 
