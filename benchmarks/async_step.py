@@ -130,7 +130,7 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
     turns; of one size where a step generates the next one's.
     """
     from megatron_dcpo.config import load_config
-    from megatron_dcpo.rollout.serving import EngineServer, server_command
+    from megatron_dcpo.rollout.server_launch import EngineServer, server_command
     from megatron_dcpo.training.loop import train_step
     from megatron_dcpo.training.run import longest_of
 

@@ -20,9 +20,9 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 from measurement import DATA, QUICK, Measurement, absent
 
 from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.data.files import read_rows
-from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.sandbox.limits import CodeLimits
+from megatron_dcpo.sandbox.program_judge import judge_programs
 from tests.helpers.data import reference_solution
 
 

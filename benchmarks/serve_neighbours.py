@@ -27,7 +27,7 @@ import numpy as np
 from measurement import QUICK, REPOSITORY, Measurement, alone, environment
 from serve_overhead import _free_port, _wait_for
 
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 
 GOAL = 2.0
 ROUNDS = 1 if QUICK else 3

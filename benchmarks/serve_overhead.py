@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 from measurement import QUICK, REPOSITORY, Measurement, alone, environment
 
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 
 CONCURRENT = 200
 GOAL_MS = 5.0

@@ -31,11 +31,12 @@ from typing import Any
 
 from measurement import DATA, QUICK, Measurement, absent
 
-from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem
-from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.code_problems import code_problem
+from megatron_dcpo.data.columns_of_tests import OtherLanguage, Untested
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.sandbox.guest import test_runner
 from megatron_dcpo.sandbox.guest.program import Answers, define
-from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.program_judge import judge_programs
 from megatron_dcpo.sandbox.tests import checked_tests, same_output
 
 FILES = (

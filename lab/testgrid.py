@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from lab.results import read_archive, write_archive
-from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.runtime.files import write_atomically

@@ -29,7 +29,7 @@ from lab.fitted import (
 from lab.results import Interval, crossed, interval, read_archive, write_json
 from lab.testgrid import EXAMPLES, METHODS
 from megatron_dcpo.calibration import auroc, bin_rows, binned_error, brier, ece
-from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 
 POLICIES = MappingProxyType(

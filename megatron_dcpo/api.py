@@ -58,7 +58,7 @@ def evaluate(
     "data.template": "raw"}``. Raises :class:`UserError` on bad input.
     """
     from megatron_dcpo.config.evaluation import load_evaluation
-    from megatron_dcpo.evaluation.run import run_evaluation
+    from megatron_dcpo.evaluation.evaluation_run import run_evaluation
 
     given = {
         "model.path": str(model),
@@ -84,7 +84,7 @@ def calibrate(
     :class:`UserError` on samples that there is nothing to learn from.
     """
     from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
-    from megatron_dcpo.evaluation.posthoc import FEATURES
+    from megatron_dcpo.evaluation.posthoc_predictors import FEATURES
 
     if features.partition(":")[0] not in FEATURES:
         raise UserError(f"features={features!r}: known are {', '.join(FEATURES)}")

@@ -37,7 +37,7 @@ from megatron_dcpo.calibration import auroc, binned_error, brier, ece, pce  # no
 from megatron_dcpo.calibration.diagrams import comparison_grid  # noqa: E402
 from megatron_dcpo.calibration.metrics import as_confidences, bin_rows, bootstrap_ci  # noqa: E402
 from megatron_dcpo.errors import UserError  # noqa: E402
-from megatron_dcpo.evaluation.posthoc import fit  # noqa: E402
+from megatron_dcpo.evaluation.posthoc_predictors import fit  # noqa: E402
 from megatron_dcpo.evaluation.samples import Sample, read_samples  # noqa: E402
 
 RECORDS = "real_model_records.tar.xz"

@@ -20,7 +20,7 @@ from megatron_dcpo.architectures.keys import (
     positive,
     required,
 )
-from megatron_dcpo.architectures.rotary import (
+from megatron_dcpo.architectures.rotations import (
     full_attention_keys,
     positions,
     rotary_embedding,
@@ -29,7 +29,7 @@ from megatron_dcpo.architectures.rotary import (
 )
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.hub import HUB_NAME
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.nearby_paths import places
 from megatron_dcpo.runtime.text import read_json_object
 
 _SIZES = (

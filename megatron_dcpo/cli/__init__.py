@@ -35,7 +35,7 @@ from megatron_dcpo.errors import (
     pip_install,
 )
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.paths import places as places
+from megatron_dcpo.runtime.nearby_paths import places as places
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.nearby_paths import places
 
 if TYPE_CHECKING:
     from megatron_dcpo.config import Config

@@ -238,8 +238,8 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.evaluation.evaluation_run import run_evaluation
     from megatron_dcpo.evaluation.foreign import parse_columns
-    from megatron_dcpo.evaluation.run import run_evaluation
 
     signals.exit_with_launcher()
     arguments = vars(args)
@@ -280,7 +280,7 @@ def run(args: argparse.Namespace) -> int:
 def configuration(arguments: Mapping[str, Any]) -> EvaluateConfig:
     """Return the configuration for the parsed arguments. Raises :class:`UserError`."""
     from megatron_dcpo.config.evaluation import load_evaluation
-    from megatron_dcpo.evaluation.run import evaluation_of_samples
+    from megatron_dcpo.evaluation.evaluation_run import evaluation_of_samples
 
     defaults = {}
     samples = arguments.get("samples")

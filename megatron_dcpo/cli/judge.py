@@ -119,7 +119,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     """
     from megatron_dcpo.config import JudgingConfig, checked
     from megatron_dcpo.config.field_types import BUILT_IN, members
-    from megatron_dcpo.data.files import read_json_lines
+    from megatron_dcpo.data.row_files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
     from megatron_dcpo.judging.verdicts import check_error_rate
@@ -164,8 +164,8 @@ def _add_question_columns(columns: dict[str, Any], where: str) -> str:
     verifiers of questions read. Raises :class:`UserError` for a reference or for
     options that are not understood.
     """
-    from megatron_dcpo.data.answers import answer_of
-    from megatron_dcpo.data.options import options_of
+    from megatron_dcpo.data.answer_keys import answer_of
+    from megatron_dcpo.data.question_options import options_of
 
     found = answer_of(columns["reference"], where)
     truth = found.texts[0] if found.texts else ""
@@ -179,7 +179,7 @@ def _add_question_columns(columns: dict[str, Any], where: str) -> str:
 def _judge_programs(args: argparse.Namespace) -> int:
     """Print one line per program, in order, as soon as its verdict is known."""
     from megatron_dcpo.judging.answers import extract_program
-    from megatron_dcpo.sandbox.judge import CodePool
+    from megatron_dcpo.sandbox.program_judge import CodePool
     from megatron_dcpo.sandbox.tests import check_syntax, checked_tests
 
     limits = _program_limits(args)
@@ -212,7 +212,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
 
 def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     """Return file and line of each program, for messages, its response and its tests."""
-    from megatron_dcpo.data.files import read_json_lines
+    from megatron_dcpo.data.row_files import read_json_lines
 
     rows = []
     for where, row in read_json_lines(path):
@@ -223,7 +223,7 @@ def _read_programs(path: str) -> list[tuple[str, str, Any]]:
 
 
 def _read_pairs(path: str) -> list[tuple[str, str]]:
-    from megatron_dcpo.data.files import read_json_lines
+    from megatron_dcpo.data.row_files import read_json_lines
 
     pairs = []
     for where, row in read_json_lines(path):
@@ -239,7 +239,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
 
 def _reference(value: object, where: str) -> str:
     """Return the reference of a pair as text; of a list or an object, its only text."""
-    from megatron_dcpo.data.answers import answer_of, is_structured
+    from megatron_dcpo.data.answer_keys import answer_of, is_structured
 
     if not is_structured(value):
         return _text(value)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.rollout.serving import EngineServer
+    from megatron_dcpo.rollout.server_launch import EngineServer
 
 # after one rank has failed, the others have this long to end by themselves
 _GRACE_SECONDS = 20
@@ -86,7 +86,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
-    from megatron_dcpo.rollout.serving import EngineServer, log_name, own_endpoint, server_command
+    from megatron_dcpo.rollout.server_launch import (
+        EngineServer,
+        log_name,
+        own_endpoint,
+        server_command,
+    )
     from megatron_dcpo.training.provenance import with_model_here
     from megatron_dcpo.training.run import longest_of
 

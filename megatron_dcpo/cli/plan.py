@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_what_is_not_read(args)
     if args.reshard:
         config = load_config(args.config, args.overrides)
-        from megatron_dcpo.planning.report import reshard_facts, reshard_lines
+        from megatron_dcpo.planning.plan_tables import reshard_facts, reshard_lines
 
         facts = reshard_facts(config, args.gpus)
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
@@ -124,14 +124,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_dict(plan)))
     else:
-        from megatron_dcpo.planning.report import print_plan
+        from megatron_dcpo.planning.plan_tables import print_plan
 
         print_plan(plan)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
 def _refuse_what_is_not_read(args: argparse.Namespace) -> None:
-    """Raise :class:`UserError` for an option that changes nothing about what is asked for."""
+    """Raise :class:`UserError` for an option without effect on this plan."""
     if args.reshard:
         unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
         refuse_given(args, unread, "does not go with --reshard, which counts bytes alone")

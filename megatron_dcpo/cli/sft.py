@@ -17,7 +17,7 @@ from megatron_dcpo.cli.train import (
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.config.supervised import SupervisedConfig
+    from megatron_dcpo.config.supervised_sections import SupervisedConfig
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -34,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     prepare_process(args)
     check_config_exists(args.config)
-    from megatron_dcpo.config.supervised import load_supervised
+    from megatron_dcpo.config.supervised_sections import load_supervised
 
     config = load_supervised(args.config, overrides_of(args))
     if args.dry_run:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _described(config: SupervisedConfig) -> dict[str, Any]:
     """Return what a run would train on."""
-    from megatron_dcpo.config.supervised import supervised_without_effect
+    from megatron_dcpo.config.supervised_sections import supervised_without_effect
     from megatron_dcpo.training.dry_run import describe_weights
     from megatron_dcpo.training.provenance import check_run_dir, with_model_here
     from megatron_dcpo.training.supervised import read_inputs, read_model, with_steps

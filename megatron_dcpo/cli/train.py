@@ -98,7 +98,7 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 
 def print_facts(facts: Mapping[str, Any], as_json: bool) -> None:
-    """Print what ``--dry-run`` has found."""
+    """Print the results of ``--dry-run``."""
     if as_json:
         print(json.dumps(facts))
         return

@@ -42,7 +42,7 @@ from megatron_dcpo.config.sections import (
 from megatron_dcpo.errors import UserError, nearest, one_line, validated_name, validation_message
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.runtime import hub
-from megatron_dcpo.runtime.paths import beside, places
+from megatron_dcpo.runtime.nearby_paths import beside, places
 from megatron_dcpo.sandbox.limits import CodeLimits
 
 __all__ = [

@@ -1,6 +1,4 @@
-"""The paths in a configuration, seen from the file that names them (``runtime/paths.py`` has the
-rule).
-"""
+"""The paths in a configuration, seen from the file that names them (by ``nearby_paths.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.runtime.paths import beside
+from megatron_dcpo.runtime.nearby_paths import beside
 from megatron_dcpo.runtime.run_records import CONFIG, RUN
 
 

@@ -37,7 +37,7 @@ from megatron_dcpo.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
-from megatron_dcpo.config.supervised import (
+from megatron_dcpo.config.supervised_sections import (
     DemonstrationsConfig,
     SupervisedLoopConfig,
     SupervisedLossConfig,

@@ -1,20 +1,23 @@
-"""All rules on which options of a configuration may not be combined. The rest of the package
-assumes what they promise.
+"""Rules on which options of a configuration may not be combined. The rest of the package assumes
+what they promise.
 
-A rule is a function of the configuration, and of the model's shape if it needs it. It returns what
-is wrong and what to do about it, one line that names the options, or None. ``@rule(WHEN)``
-registers it. Rules on the number of processes and on sizes that have to divide others are the
-``check_`` functions, which conversion and planning call without a configuration too.
+Most are rows of :data:`CONFLICTS`. A rule of another form is a function of the configuration, and
+of the model's shape if it needs it, which ``@rule(WHEN)`` registers; it returns what is wrong and
+what to do about it, one line that names the options, or None. Rules on the number of processes and
+on sizes that have to divide others are the ``check_`` functions, which conversion and planning call
+without a configuration too.
 
 Elsewhere stand: what an option may be by itself (its type, in the sections), options of the
 objective among themselves, which are also used without a configuration
-(``objectives/options.py``), and what depends on the content of a file, on a tokenizer, or on what
-is installed, which is refused by the part that reads or imports it.
+(``objectives/options.py``), what depends on the content of a file, on a tokenizer, or on what is
+installed, which is refused by the part that reads or imports it, and flags of the command line,
+which their verb checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfig
@@ -106,9 +109,10 @@ def rule(when: When) -> Callable[[Rule], Rule]:
     return register
 
 
-def _problem(when: When, *arguments: object) -> Problem:
+def _problem(when: When, *arguments: Any) -> Problem:  # noqa: ANN401 - what the rule takes
     """Return what the first broken rule says, None if all are kept."""
-    for one in RULES[when]:
+    of_the_table = [conflict.problem for conflict in CONFLICTS if conflict.when == when]
+    for one in (*RULES[when], *of_the_table):
         if problem := one(*arguments):
             return problem
     return None
@@ -205,27 +209,357 @@ def check_passed_on(
             raise UserError(f"{section}.{name} is unknown to {where}{hint}")
 
 
-# -------------------------------------------------------------------------------------- parallelism
+# ------------------------------------------------------------------------- the table of conflicts
 
 
-@rule("run")
-def cp_comm_type_is_of_context_parallelism(config: RunConfig) -> Problem:
-    parallel = config.parallel
-    without = parallel.context_parallel_size == 1 or parallel.sequence_packing
-    if parallel.cp_comm_type != "p2p" and without:
-        return (
-            f"parallel.megatron.cp_comm_type={parallel.cp_comm_type} needs "
-            "parallel.context_parallel_size > 1 and no sequence_packing"
-        )
-    return None
+@dataclass(frozen=True)
+class Conflict:
+    """Options that may not be combined: ``holds(c)``, or ``holds(c, m)`` where the model is known
+    too, says whether they are, and ``says`` what is wrong, with values of the configuration ``c``
+    and of the model's shape ``m``.
+    """
+
+    when: When
+    holds: Callable[..., object]
+    says: str
+
+    def problem(self, c: Any, m: ModelShape | None = None) -> Problem:  # noqa: ANN401 - of any verb
+        arguments = (c,) if m is None else (c, m)
+        return self.says.format(c=c, m=m) if self.holds(*arguments) else None
 
 
-@rule("run")
-def sequence_parallel_needs_tensor_parallel(config: RunConfig) -> Problem:
-    parallel = config.parallel
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        return "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
-    return None
+CONFLICTS = (
+    Conflict(
+        "run",
+        lambda c: (
+            c.parallel.cp_comm_type != "p2p"
+            and (c.parallel.context_parallel_size == 1 or c.parallel.sequence_packing)
+        ),
+        "parallel.megatron.cp_comm_type={c.parallel.cp_comm_type} needs "
+        "parallel.context_parallel_size > 1 and no sequence_packing",
+    ),
+    Conflict(
+        "run",
+        lambda c: c.parallel.sequence_parallel and c.parallel.tensor_model_parallel_size == 1,
+        "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+    ),
+    Conflict(
+        "run",
+        lambda c: c.parallel.overlap_param_gather and not c.parallel.use_distributed_optimizer,
+        "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer: "
+        "only its parameters are gathered",
+    ),
+    Conflict(
+        "run",
+        lambda c: c.parallel.overlap_param_gather and not c.parallel.overlap_grad_reduce,
+        "parallel.megatron.overlap_param_gather needs overlap_grad_reduce (Megatron "
+        "overlaps both, or gradients alone)",
+    ),
+    Conflict(
+        "run",
+        lambda c: (
+            c.parallel.recompute_granularity != "full"
+            and (c.parallel.recompute_method, c.parallel.recompute_num_layers) != ("uniform", 1)
+        ),
+        "parallel.megatron.recompute_method and recompute_num_layers need "
+        "parallel.recompute_granularity=full",
+    ),
+    Conflict(
+        "run",
+        lambda c: (
+            c.parallel.recompute_granularity != "selective"
+            and c.parallel.recompute_modules != ("core_attn",)
+        ),
+        "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective",
+    ),
+    # Transformer Engine overlaps them in buffers that Megatron's own training script sets up.
+    Conflict(
+        "run",
+        lambda c: c.parallel.megatron.get("tp_comm_overlap"),
+        "parallel.megatron.tp_comm_overlap is not supported in this version: nothing sets "
+        "up Transformer Engine's buffers for it; remove it",
+    ),
+    Conflict(
+        "train",
+        lambda c: (c.judging.graded or c.judging.threshold < 1) and not _has_scores(c),
+        "judging.graded and judging.threshold are for f1, a verifier of yours, or several "
+        "with weights; name it, or remove them",
+    ),
+    Conflict(
+        "run",
+        lambda c: c.optimizer.min_lr > c.optimizer.lr,
+        "optimizer.min_lr={c.optimizer.min_lr} is above optimizer.lr={c.optimizer.lr}",
+    ),
+    Conflict(
+        "run",
+        lambda c: c.optimizer.min_lr and c.optimizer.lr_decay_style == "constant",
+        "optimizer.min_lr={c.optimizer.min_lr} has no effect with "
+        "optimizer.lr_decay_style=constant; set linear or cosine, or remove it",
+    ),
+    Conflict(
+        "train",
+        lambda c: not c.evaluation.interval and (c.training.keep_best or c.training.early_stop),
+        "training.keep_best and training.early_stop need evaluation.interval: every how "
+        "many steps to validate",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.training.early_stop > 0 and not c.training.keep_best,
+        "training.early_stop={c.training.early_stop} needs training.keep_best: the metric "
+        "that it watches",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.evaluation.interval > 0 and not c.evaluation.benchmarks,
+        "evaluation.interval={c.evaluation.interval} needs evaluation.benchmarks, for "
+        "instance math500 or NAME=PATH",
+    ),
+    Conflict(
+        "train",
+        lambda c: (c.rollout.top_p < 1 or c.rollout.top_k) and _is_uncorrected(c),
+        "rollout.top_p={c.rollout.top_p}, top_k={c.rollout.top_k} sample another policy "
+        "than the one trained; set them to 1 and 0, or correct for it with "
+        "objective.tis_level=token (or sequence)",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.tensor_model_parallel_size > 1 and c.rollout.engine == "transformers",
+        "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm, auto or server",
+    ),
+    Conflict(
+        "train",
+        lambda c: (
+            c.rollout.oversample > 1
+            and c.rollout.filter_groups == "none"
+            and not c.rollout.max_staleness
+        ),
+        "rollout.oversample={c.rollout.oversample:g} has no effect without "
+        "rollout.filter_groups or rollout.max_staleness",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.max_staleness and not 1 < c.rollout.oversample <= 2,
+        "rollout.max_staleness={c.rollout.max_staleness} carries what is unfinished when "
+        "the batch is full, so more prompts than a batch have to be sampled, but not more "
+        "than two: set rollout.oversample above 1, at most 2",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.max_staleness and _is_uncorrected(c),
+        "rollout.max_staleness={c.rollout.max_staleness} trains on tokens of earlier "
+        "policies; correct for it with objective.tis_level=token (or sequence)",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.max_staleness and c.rollout.engine == "server",
+        "rollout.max_staleness={c.rollout.max_staleness} does not go with "
+        "rollout.engine=server, which gives no tokens of a response it drops",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.max_staleness and c.rollout.logprob_diff_alarm > 0,
+        "rollout.max_staleness={c.rollout.max_staleness} does not go with "
+        "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.max_staleness and c.rollout.routing_replay,
+        "rollout.max_staleness={c.rollout.max_staleness} does not go with "
+        "rollout.routing_replay: a response that is continued has no experts of its first "
+        "tokens",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.async_steps and c.rollout.engine != "server",
+        "rollout.async_steps={c.rollout.async_steps} does not go with "
+        "rollout.engine={c.rollout.engine}, which samples in the trainer's own processes, "
+        "with their devices or cores; take rollout.engine=server (dcpo launch N --engines M"
+        " starts one)",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.agent and c.rollout.command,
+        "rollout.agent and rollout.command both make the responses; remove one",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.runs_agents and c.rollout.ranks_of_an_engine > 1,
+        "rollout.agent and rollout.command need rollout.tensor_model_parallel_size=1, "
+        "because the ranks of an engine would have to take each call together; or take "
+        "rollout.engine=server",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.runs_agents and c.rollout.max_staleness,
+        "rollout.max_staleness={c.rollout.max_staleness} does not go with rollout.agent and"
+        " rollout.command, whose sessions cannot be continued; remove one of them",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.runs_agents and c.rollout.routing_replay,
+        "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
+        "chose experts for tokens that were not sampled; remove one of them",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.async_steps and _is_uncorrected(c),
+        "rollout.async_steps={c.rollout.async_steps} trains on tokens of the previous "
+        "policy; correct for it with objective.tis_level=token",
+    ),
+    Conflict(
+        "train",
+        lambda c: (
+            c.rollout.filter_groups != "none" and find_method(c.objective.name).needs_old_logprobs
+        ),
+        "rollout.filter_groups does not go with objective.name={c.objective.name}, whose "
+        "loss trains on every group; remove it",
+    ),
+    Conflict(
+        "run",
+        lambda c: (
+            c.model.adapter is not None
+            and c.model.adapter.layers is not None
+            and c.parallel.pipeline_model_parallel_size > 1
+        ),
+        "model.adapter.layers={c.model.adapter.layers} with "
+        "parallel.pipeline_model_parallel_size={c.parallel.pipeline_model_parallel_size} "
+        "would leave stages without anything to train; remove one of them",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.quantization and c.rollout.engine == "transformers",
+        "rollout.vllm.quantization={c.rollout.quantization} needs rollout.engine=vllm, auto"
+        " or server; set one of them, or remove it",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.quantization and c.model.params_dtype != "bf16",
+        "rollout.vllm.quantization={c.rollout.quantization} needs model.params_dtype=bf16, "
+        "not {c.model.params_dtype}; set it, or remove the quantization",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.quantization and _is_uncorrected(c),
+        "rollout.vllm.quantization={c.rollout.quantization} samples another policy than the"
+        " one trained; correct for it with objective.tis_level=token (or sequence)",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.weight_transfer == "nccl" and c.rollout.engine != "server",
+        "rollout.weight_transfer=nccl is for rollout.engine=server; remove it",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.data.prompts_per_step % c.training.updates_per_rollout,
+        "training.updates_per_rollout={c.training.updates_per_rollout} does not divide "
+        "data.prompts_per_step={c.data.prompts_per_step}",
+    ),
+    Conflict(
+        "run with model",
+        lambda c, m: m.num_experts and c.frozen,
+        "model.adapter: no factors for experts; remove it for a mixture of experts",
+    ),
+    # Updates in FP8 of models with experts have not been tried.
+    Conflict(
+        "train with model",
+        lambda c, m: c.rollout.quantization and m.num_experts,
+        "rollout.vllm.quantization={c.rollout.quantization} is not supported for "
+        "{c.model.path}, which has experts; remove it",
+    ),
+    # Megatron-core 0.16 does not tell the kernel for packed sequences that pairs are
+    # neighbors (``fused_apply_rotary_pos_emb_thd``), which would rotate other pairs. With a
+    # later release the kernel is used without the option (``policy/rotary.py``).
+    Conflict(
+        "run with model",
+        lambda c, m: (
+            m.rotary_interleaved
+            and c.parallel.sequence_packing
+            and c.parallel.megatron.get("apply_rope_fusion")
+        ),
+        "parallel.megatron.apply_rope_fusion: with parallel.sequence_packing the fused "
+        "kernel rotates halves, and {c.model.path} has rotations of neighbors; remove one "
+        "of the two",
+    ),
+    Conflict(
+        "run with model",
+        lambda c, m: (
+            m.num_experts
+            and c.parallel.tensor_model_parallel_size > 1
+            and not c.parallel.sequence_parallel
+        ),
+        "parallel.tensor_model_parallel_size={c.parallel.tensor_model_parallel_size} needs "
+        "parallel.sequence_parallel=true with a mixture of experts",
+    ),
+    Conflict(
+        "run with model",
+        lambda c, m: (
+            m.num_experts
+            and c.parallel.expert_model_parallel_size > 1
+            and not c.parallel.use_distributed_optimizer
+        ),
+        "parallel.expert_model_parallel_size={c.parallel.expert_model_parallel_size} needs "
+        "parallel.use_distributed_optimizer=true",
+    ),
+    Conflict(
+        "run with model",
+        lambda c, m: (
+            m.num_experts
+            and c.parallel.recompute_granularity == "selective"
+            and ("mlp" in c.parallel.recompute_modules)
+        ),
+        "parallel.megatron.recompute_modules=mlp recomputes nothing with a mixture of "
+        "experts; take core_attn, or parallel.recompute_granularity=full",
+    ),
+    Conflict(
+        "train with model",
+        lambda c, m: m.num_experts and c.rollout.engine == "server",
+        "with a mixture of experts rollout.engine=server does not get the policy's weights "
+        "in this version; take vllm or transformers",
+    ),
+    Conflict(
+        "train with model",
+        lambda c, m: c.rollout.routing_replay and not m.num_experts,
+        "rollout.routing_replay=true: {c.model.path} has no experts; remove it",
+    ),
+    Conflict(
+        "train with model",
+        lambda c, m: c.rollout.routing_replay and c.parallel.megatron.get("moe_router_fusion"),
+        "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; "
+        "remove one of them",
+    ),
+    Conflict(
+        "sft",
+        lambda c: bool(c.evaluation.path) != bool(c.evaluation.interval),
+        "evaluation.path and evaluation.interval go together; set both or neither",
+    ),
+    Conflict(
+        "evaluate",
+        lambda c: c.model.adapter_path and not c.model.path,
+        "model.adapter_path (--adapter) is added to model.path (--model); name the model it"
+        " was trained on",
+    ),
+    Conflict(
+        "evaluate",
+        lambda c: c.model.path and c.endpoint.url,
+        "model.path and endpoint.url: evaluate one of them; remove the other",
+    ),
+    Conflict(
+        "evaluate",
+        lambda c: c.endpoint.tokenizer and c.endpoint.api == "chat",
+        "endpoint.tokenizer sends token ids, which only endpoint.api=completions takes; "
+        "leave out --tokenizer or --api",
+    ),
+    Conflict(
+        "evaluate",
+        lambda c: c.endpoint.url and c.data.thinking == "on" and not c.endpoint.tokenizer,
+        "data.thinking=on needs endpoint.tokenizer (--tokenizer DIR), which renders the "
+        "prompts here; or leave it out, and switch the server with --extra-body "
+        '\'{{"chat_template_kwargs": {{"enable_thinking": true}}}}\'',
+    ),
+)
+
+
+# ------------------------------------------------------------ rules of another form: parallelism
 
 
 @rule("run")
@@ -277,72 +611,7 @@ def an_uneven_division_needs_a_pipeline(config: RunConfig) -> Problem:
     return None
 
 
-@rule("run")
-def overlap_param_gather_needs_the_distributed_optimizer(config: RunConfig) -> Problem:
-    parallel = config.parallel
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        return (
-            "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer: "
-            "only its parameters are gathered"
-        )
-    return None
-
-
-@rule("run")
-def overlap_param_gather_needs_overlap_grad_reduce(config: RunConfig) -> Problem:
-    parallel = config.parallel
-    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
-        return (
-            "parallel.megatron.overlap_param_gather needs overlap_grad_reduce (Megatron overlaps "
-            "both, or gradients alone)"
-        )
-    return None
-
-
-@rule("run")
-def recomputed_layers_need_full_recomputation(config: RunConfig) -> Problem:
-    parallel = config.parallel
-    chosen = (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1)
-    if parallel.recompute_granularity != "full" and chosen:
-        return (
-            "parallel.megatron.recompute_method and recompute_num_layers need "
-            "parallel.recompute_granularity=full"
-        )
-    return None
-
-
-@rule("run")
-def recomputed_modules_need_selective_recomputation(config: RunConfig) -> Problem:
-    parallel = config.parallel
-    chosen = parallel.recompute_modules != ("core_attn",)
-    if parallel.recompute_granularity != "selective" and chosen:
-        return "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective"
-    return None
-
-
-@rule("run")
-def tensor_parallel_messages_are_not_overlapped(config: RunConfig) -> Problem:
-    """Transformer Engine overlaps them in buffers that Megatron's own training script sets up."""
-    if config.parallel.megatron.get("tp_comm_overlap"):
-        return (
-            "parallel.megatron.tp_comm_overlap is not supported in this version: nothing sets up "
-            "Transformer Engine's buffers for it; remove it"
-        )
-    return None
-
-
 # ---------------------------------------------------------------------------- judging, optimization
-
-
-@rule("train")
-def scores_need_a_verifier_that_gives_them(config: Config) -> Problem:
-    judging = config.judging
-    if (judging.graded or judging.threshold < 1) and not _has_scores(config):
-        return (
-            "judging.graded and judging.threshold are for f1, a verifier of yours, or several with "
-            "weights; name it, or remove them"
-        )
-    return None
 
 
 @rule("train")
@@ -369,61 +638,6 @@ def _has_scores(config: Config) -> bool:
     return False
 
 
-@rule("run")
-def min_lr_is_not_above_lr(config: RunConfig) -> Problem:
-    optimizer = config.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        return f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
-    return None
-
-
-@rule("run")
-def a_least_rate_needs_a_decay(config: RunConfig) -> Problem:
-    optimizer = config.optimizer
-    if optimizer.min_lr and optimizer.lr_decay_style == "constant":
-        return (
-            f"optimizer.min_lr={optimizer.min_lr} has no effect with "
-            "optimizer.lr_decay_style=constant; set linear or cosine, or remove it"
-        )
-    return None
-
-
-# --------------------------------------------------------------------------------------- validation
-
-
-@rule("train")
-def the_best_checkpoint_needs_a_validation(config: Config) -> Problem:
-    training = config.training
-    if not config.evaluation.interval and (training.keep_best or training.early_stop):
-        return (
-            "training.keep_best and training.early_stop need evaluation.interval: every how many "
-            "steps to validate"
-        )
-    return None
-
-
-@rule("train")
-def an_early_stop_needs_a_metric(config: Config) -> Problem:
-    training = config.training
-    if training.early_stop > 0 and not training.keep_best:
-        return (
-            f"training.early_stop={training.early_stop} needs training.keep_best: the metric that "
-            "it watches"
-        )
-    return None
-
-
-@rule("train")
-def a_validation_needs_benchmarks(config: Config) -> Problem:
-    evaluation = config.evaluation
-    if evaluation.interval > 0 and not evaluation.benchmarks:
-        return (
-            f"evaluation.interval={evaluation.interval} needs evaluation.benchmarks, for instance "
-            "math500 or NAME=PATH"
-        )
-    return None
-
-
 # ------------------------------------------------------------------------------- objective, rollout
 
 
@@ -443,116 +657,6 @@ def _is_uncorrected(config: Config) -> bool:
 
 
 @rule("train")
-def truncated_sampling_needs_a_correction(config: Config) -> Problem:
-    rollout = config.rollout
-    if (rollout.top_p < 1 or rollout.top_k) and _is_uncorrected(config):
-        return (
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the "
-            "one trained; set them to 1 and 0, or correct for it with objective.tis_level=token "
-            "(or sequence)"
-        )
-    return None
-
-
-@rule("train")
-def an_engine_of_several_gpus_is_vllm(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.tensor_model_parallel_size > 1 and rollout.engine == "transformers":
-        return "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm, auto or server"
-    return None
-
-
-@rule("train")
-def oversampling_needs_a_use(config: Config) -> Problem:
-    rollout = config.rollout
-    filters = rollout.filter_groups != "none"
-    if rollout.oversample > 1 and not (filters or rollout.max_staleness):
-        return (
-            f"rollout.oversample={rollout.oversample:g} has no effect without "
-            "rollout.filter_groups or rollout.max_staleness"
-        )
-    return None
-
-
-@rule("train")
-def partial_rollouts_need_a_little_oversampling(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.max_staleness and not 1 < rollout.oversample <= 2:
-        return (
-            f"rollout.max_staleness={rollout.max_staleness} carries what is unfinished when the "
-            "batch is full, so more prompts than a batch have to be sampled, but not more than "
-            "two: set rollout.oversample above 1, at most 2"
-        )
-    return None
-
-
-@rule("train")
-def partial_rollouts_need_a_correction(config: Config) -> Problem:
-    staleness = config.rollout.max_staleness
-    if staleness and _is_uncorrected(config):
-        return (
-            f"rollout.max_staleness={staleness} trains on tokens of earlier policies; correct for "
-            "it with objective.tis_level=token (or sequence)"
-        )
-    return None
-
-
-@rule("train")
-def a_server_has_no_partial_rollouts(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.max_staleness and rollout.engine == "server":
-        return (
-            f"rollout.max_staleness={rollout.max_staleness} does not go with "
-            "rollout.engine=server, which gives no tokens of a response it drops"
-        )
-    return None
-
-
-@rule("train")
-def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.max_staleness and rollout.logprob_diff_alarm > 0:
-        return (
-            f"rollout.max_staleness={rollout.max_staleness} does not go with "
-            "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's"
-        )
-    return None
-
-
-@rule("train")
-def partial_rollouts_have_no_routing_replay(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.max_staleness and rollout.routing_replay:
-        return (
-            f"rollout.max_staleness={rollout.max_staleness} does not go with "
-            "rollout.routing_replay: a response that is continued has no experts of its first "
-            "tokens"
-        )
-    return None
-
-
-@rule("train")
-def generation_alongside_training_needs_a_server(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.async_steps and rollout.engine != "server":
-        return (
-            f"rollout.async_steps={rollout.async_steps} does not go with "
-            f"rollout.engine={rollout.engine}, which samples in the trainer's own processes, with "
-            "their devices or cores; take rollout.engine=server (dcpo launch N --engines M starts "
-            "one)"
-        )
-    return None
-
-
-@rule("train")
-def one_thing_makes_the_responses(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.agent and rollout.command:
-        return "rollout.agent and rollout.command both make the responses; remove one"
-    return None
-
-
-@rule("train")
 def options_of_agents_need_an_agent(config: Config) -> Problem:
     rollout = config.rollout
     return None if rollout.runs_agents else _options_without_agents(rollout, RolloutConfig())
@@ -562,62 +666,6 @@ def _options_without_agents(rollout: AgentsConfig, defaults: AgentsConfig) -> Pr
     for name in AGENT_OPTIONS:
         if getattr(rollout, name, None) != getattr(defaults, name, None):
             return f"rollout.{name} has no effect without rollout.agent or rollout.command"
-    return None
-
-
-@rule("train")
-def agents_ask_an_engine_of_one_rank(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.runs_agents and rollout.ranks_of_an_engine > 1:
-        return (
-            "rollout.agent and rollout.command need rollout.tensor_model_parallel_size=1, because "
-            "the ranks of an engine would have to take each call together; or take "
-            "rollout.engine=server"
-        )
-    return None
-
-
-@rule("train")
-def sessions_of_agents_are_not_continued(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.runs_agents and rollout.max_staleness:
-        return (
-            f"rollout.max_staleness={rollout.max_staleness} does not go with rollout.agent and "
-            "rollout.command, whose sessions cannot be continued; remove one of them"
-        )
-    return None
-
-
-@rule("train")
-def sessions_of_agents_have_no_routing_replay(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.runs_agents and rollout.routing_replay:
-        return (
-            "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
-            "chose experts for tokens that were not sampled; remove one of them"
-        )
-    return None
-
-
-@rule("train")
-def generation_alongside_training_needs_a_correction(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.async_steps and _is_uncorrected(config):
-        return (
-            f"rollout.async_steps={rollout.async_steps} trains on tokens of the previous policy; "
-            "correct for it with objective.tis_level=token"
-        )
-    return None
-
-
-@rule("train")
-def filtered_groups_need_a_method_that_skips_them(config: Config) -> Problem:
-    name = config.objective.name
-    if config.rollout.filter_groups != "none" and find_method(name).needs_old_logprobs:
-        return (
-            f"rollout.filter_groups does not go with objective.name={name}, whose loss trains on "
-            "every group; remove it"
-        )
     return None
 
 
@@ -661,18 +709,6 @@ def weights_have_sixteen_bits_or_more(config: RunConfig) -> Problem:
     return None
 
 
-@rule("run")
-def adapted_layers_are_on_one_stage(config: RunConfig) -> Problem:
-    adapter = config.model.adapter
-    stages = config.parallel.pipeline_model_parallel_size
-    if adapter is None or adapter.layers is None or stages == 1:
-        return None
-    return (
-        f"model.adapter.layers={adapter.layers} with parallel.pipeline_model_parallel_size="
-        f"{stages} would leave stages without anything to train; remove one of them"
-    )
-
-
 @rule("train")
 def an_engine_quantizes_to_fp8_alone(config: Config) -> Problem:
     quantization = config.rollout.quantization
@@ -703,39 +739,6 @@ def layers_and_cache_are_quantized_by_no_other_option(config: Config) -> Problem
 
 
 @rule("train")
-def fp8_rollouts_are_vllms(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.quantization and rollout.engine == "transformers":
-        return (
-            f"rollout.vllm.quantization={rollout.quantization} needs rollout.engine=vllm, auto or "
-            "server; set one of them, or remove it"
-        )
-    return None
-
-
-@rule("train")
-def fp8_rollouts_are_of_a_policy_in_bf16(config: Config) -> Problem:
-    quantization = config.rollout.quantization
-    if quantization and config.model.params_dtype != "bf16":
-        return (
-            f"rollout.vllm.quantization={quantization} needs model.params_dtype=bf16, not "
-            f"{config.model.params_dtype}; set it, or remove the quantization"
-        )
-    return None
-
-
-@rule("train")
-def fp8_rollouts_need_a_correction(config: Config) -> Problem:
-    quantization = config.rollout.quantization
-    if quantization and _is_uncorrected(config):
-        return (
-            f"rollout.vllm.quantization={quantization} samples another policy than the one "
-            "trained; correct for it with objective.tis_level=token (or sequence)"
-        )
-    return None
-
-
-@rule("train")
 def a_server_has_an_address(config: Config) -> Problem:
     rollout = config.rollout
     if (rollout.engine == "server") != bool(rollout.endpoint):
@@ -747,46 +750,7 @@ def a_server_has_an_address(config: Config) -> Problem:
     return None
 
 
-@rule("train")
-def nccl_transfer_needs_a_server(config: Config) -> Problem:
-    rollout = config.rollout
-    if rollout.weight_transfer == "nccl" and rollout.engine != "server":
-        return "rollout.weight_transfer=nccl is for rollout.engine=server; remove it"
-    return None
-
-
-@rule("train")
-def mini_batches_divide_a_step(config: Config) -> Problem:
-    updates = config.training.updates_per_rollout
-    prompts = config.data.prompts_per_step
-    if prompts % updates:
-        return (
-            f"training.updates_per_rollout={updates} does not divide "
-            f"data.prompts_per_step={prompts}"
-        )
-    return None
-
-
 # ----------------------------------------------------------------------------------- with the model
-
-
-@rule("run with model")
-def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Problem:
-    if model.num_experts and config.frozen:
-        return "model.adapter: no factors for experts; remove it for a mixture of experts"
-    return None
-
-
-@rule("train with model")
-def fp8_rollouts_are_of_plain_layers(config: Config, model: ModelShape) -> Problem:
-    """Updates in FP8 of models with experts have not been tried."""
-    quantization = config.rollout.quantization
-    if not quantization or not model.num_experts:
-        return None
-    return (
-        f"rollout.vllm.quantization={quantization} is not supported for {config.model.path}, which "
-        "has experts; remove it"
-    )
 
 
 @rule("run with model")
@@ -804,87 +768,6 @@ def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Prob
         "parallel.megatron.cp_comm_type=all_gather and parallel.sequence_packing=false; set them, "
         "or take tensor or pipeline parallelism instead"
     )
-
-
-@rule("run with model")
-def fused_rotations_of_packed_sequences_are_of_halves(
-    config: RunConfig, model: ModelShape
-) -> Problem:
-    """Megatron-core 0.16 does not tell the kernel for packed sequences that pairs are neighbors
-    (``fused_apply_rotary_pos_emb_thd``), which would rotate other pairs. With a later release the
-    kernel is used without the option (``policy/rotary.py``).
-    """
-    parallel = config.parallel
-    fused = parallel.megatron.get("apply_rope_fusion") and parallel.sequence_packing
-    if not (model.rotary_interleaved and fused):
-        return None
-    return (
-        f"parallel.megatron.apply_rope_fusion: with parallel.sequence_packing the fused kernel "
-        f"rotates halves, and {config.model.path} has rotations of neighbors; remove one of the two"
-    )
-
-
-@rule("run with model")
-def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Problem:
-    parallel = config.parallel
-    size = parallel.tensor_model_parallel_size
-    if model.num_experts and size > 1 and not parallel.sequence_parallel:
-        return (
-            f"parallel.tensor_model_parallel_size={size} needs parallel.sequence_parallel=true "
-            "with a mixture of experts"
-        )
-    return None
-
-
-@rule("run with model")
-def divided_experts_need_the_distributed_optimizer(config: RunConfig, model: ModelShape) -> Problem:
-    parallel = config.parallel
-    size = parallel.expert_model_parallel_size
-    if model.num_experts and size > 1 and not parallel.use_distributed_optimizer:
-        return (
-            f"parallel.expert_model_parallel_size={size} needs "
-            "parallel.use_distributed_optimizer=true"
-        )
-    return None
-
-
-@rule("run with model")
-def experts_are_not_recomputed_as_mlp(config: RunConfig, model: ModelShape) -> Problem:
-    parallel = config.parallel
-    selective = parallel.recompute_granularity == "selective"
-    if model.num_experts and selective and "mlp" in parallel.recompute_modules:
-        return (
-            "parallel.megatron.recompute_modules=mlp recomputes nothing with a mixture of "
-            "experts; take core_attn, or parallel.recompute_granularity=full"
-        )
-    return None
-
-
-@rule("train with model")
-def a_server_gets_no_experts(config: Config, model: ModelShape) -> Problem:
-    if model.num_experts and config.rollout.engine == "server":
-        return (
-            "with a mixture of experts rollout.engine=server does not get the policy's weights in "
-            "this version; take vllm or transformers"
-        )
-    return None
-
-
-@rule("train with model")
-def routing_replay_needs_experts(config: Config, model: ModelShape) -> Problem:
-    if config.rollout.routing_replay and not model.num_experts:
-        return f"rollout.routing_replay=true: {config.model.path} has no experts; remove it"
-    return None
-
-
-@rule("train with model")
-def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape) -> Problem:
-    if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
-        return (
-            "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
-            "one of them"
-        )
-    return None
 
 
 def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Problem:
@@ -1012,31 +895,6 @@ def _greedy_repeats(options: SampledProblemsConfig) -> Problem:
     return None
 
 
-@rule("sft")
-def a_held_out_file_has_an_interval(config: Any) -> Problem:  # noqa: ANN401 - SupervisedConfig
-    validation = config.evaluation
-    if bool(validation.path) != bool(validation.interval):
-        return "evaluation.path and evaluation.interval go together; set both or neither"
-    return None
-
-
-@rule("evaluate")
-def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
-    if config.model.adapter_path and not config.model.path:
-        return (
-            "model.adapter_path (--adapter) is added to model.path (--model); name the model it "
-            "was trained on"
-        )
-    return None
-
-
-@rule("evaluate")
-def a_model_or_a_server_is_evaluated(config: EvaluateConfig) -> Problem:
-    if config.model.path and config.endpoint.url:
-        return "model.path and endpoint.url: evaluate one of them; remove the other"
-    return None
-
-
 @rule("evaluate")
 def agents_need_a_model_in_this_process(config: EvaluateConfig) -> Problem:
     rollout = config.rollout
@@ -1067,16 +925,6 @@ def of_agents_only_the_sampled_log_probs_are_kept(config: EvaluateConfig) -> Pro
     return None
 
 
-@rule("evaluate")
-def token_ids_go_to_completions(config: EvaluateConfig) -> Problem:
-    if config.endpoint.tokenizer and config.endpoint.api == "chat":
-        return (
-            "endpoint.tokenizer sends token ids, which only endpoint.api=completions takes; leave "
-            "out --tokenizer or --api"
-        )
-    return None
-
-
 # what a request has from other options, and which
 _OF_REQUESTS = {
     "model": "endpoint.model (--model-name)",
@@ -1084,7 +932,7 @@ _OF_REQUESTS = {
     "top_p": "evaluation.top_p (--top-p)",
     "top_k": "evaluation.top_k (--top-k)",
     "max_tokens": "evaluation.max_tokens (--max-tokens)",
-    "seed": "evaluation.seed (--seed), of which every repeat gets its own",
+    "seed": "evaluation.seed (--seed), of which each repeat gets another",
 }
 
 
@@ -1093,16 +941,4 @@ def what_is_added_to_requests_is_no_other_option(config: EvaluateConfig) -> Prob
     for name, option in _OF_REQUESTS.items():
         if config.endpoint.extra_body.get(name) is not None:
             return f"endpoint.extra_body.{name} (--extra-body) would replace {option}; set that"
-    return None
-
-
-@rule("evaluate")
-def thinking_at_a_server_needs_a_tokenizer(config: EvaluateConfig) -> Problem:
-    endpoint = config.endpoint
-    if endpoint.url and config.data.thinking == "on" and not endpoint.tokenizer:
-        return (
-            "data.thinking=on needs endpoint.tokenizer (--tokenizer DIR), which renders the "
-            "prompts here; or leave it out, and switch the server with --extra-body "
-            """'{"chat_template_kwargs": {"enable_thinking": true}}'"""
-        )
     return None

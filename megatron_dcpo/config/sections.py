@@ -492,7 +492,7 @@ class LoggingConfig:
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class RunConfig:
     """What every training has, by reinforcement (:class:`Config`) or supervised
-    (``config/supervised.py``).
+    (``config/supervised_sections.py``).
     """
 
     run_dir: str

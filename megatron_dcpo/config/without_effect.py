@@ -1,8 +1,8 @@
 """Options that were set and change nothing, because another one switches off what they are of. A
 line says so at the start of a run, and the dry run says it too.
 
-They are not refused (``rules.py``): one switches off a validation or a filter, takes another engine
-or a few steps, and leaves the rest of the file as it is.
+They are not refused (``rules.py``), so that an override can switch a validation off, take another
+engine or shorten a run without editing the rest of the file.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from megatron_dcpo.data.datasets import (
     task_name,
     untested_note,
 )
-from megatron_dcpo.data.files import SUFFIXES, Row, read_rows
-from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path
+from megatron_dcpo.data.gym_tasks import HELD_OUT_SEED, gym_path
 from megatron_dcpo.data.livecodebench import contest_date
+from megatron_dcpo.data.row_files import SUFFIXES, Row, read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT

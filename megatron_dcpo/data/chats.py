@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, without_empty
+from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty, without_empty
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import parse_json
 

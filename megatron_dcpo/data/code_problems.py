@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_dcpo.data import livecodebench
+from megatron_dcpo.data.columns_of_tests import TEST_COLUMNS, OtherLanguage, Untested
 from megatron_dcpo.data.leetcode import LEETCODE_SETUP
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.tests import checked_tests
@@ -90,6 +91,23 @@ def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
                 raise Untested(str(row.get("task_id") or where))
             return problem
     return None
+
+
+class PackedProblem(NamedTuple):
+    """A statement, its packed tests and their key."""
+
+    statement: str
+    tests: bytes
+    key: str
+
+
+def packed_problem(row: Row, where: str) -> PackedProblem | None:
+    """Return :func:`code_problem` of a row with its tests packed."""
+    problem = code_problem(row, where)
+    if problem is None:
+        return None
+    packed = pack_tests(problem.tests)
+    return PackedProblem(problem.statement, packed, tests_key(packed))
 
 
 def _can_fail(tests: Tests) -> bool:
@@ -217,8 +235,6 @@ def _native(row: Row) -> CodeProblem:
 
 
 _STATEMENTS = ("problem", "question", "prompt")
-# DeepCoder, AceCoder, OpenCodeInstruct, APPS and TACO, open-r1's Codeforces
-TEST_COLUMNS = ("tests", "test_cases", "unit_tests", "input_output", "official_tests")
 
 
 def _last_text(statement: object) -> str:
@@ -460,14 +476,6 @@ _TEST_FIELDS = frozenset({"kind", "inputs", "functional", "test_cases"})
 
 def _verl(row: Row) -> CodeProblem:
     return _stated(_last_text(row["prompt"]), tests_of(_verl_ground_truth(row), row))
-
-
-class OtherLanguage(Exception):
-    """The tests of a row are for programs in a language other than Python."""
-
-
-class Untested(Exception):
-    """The tests of a row, which the argument names, pass for any program."""
 
 
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.answers import answer_of, is_no_answer, is_structured, last_box
+from megatron_dcpo.data.answer_keys import answer_of, is_no_answer, is_structured, last_box
 from megatron_dcpo.data.chat_template import ChatSwitches
 from megatron_dcpo.data.chats import (
     CHAT_COLUMNS,
@@ -46,16 +46,12 @@ from megatron_dcpo.data.chats import (
     tools_of,
     with_system,
 )
-from megatron_dcpo.data.code_problems import (
+from megatron_dcpo.data.columns_of_tests import (
     TEST_COLUMNS,
     OtherLanguage,
     Untested,
-    code_problem,
-    pack_tests,
-    tests_key,
+    may_have_tests,
 )
-from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.data.labels import (
     ANSWER_COLUMNS,
     KIND_COLUMNS,
@@ -64,7 +60,6 @@ from megatron_dcpo.data.labels import (
     labels_of,
     with_epoch,
 )
-from megatron_dcpo.data.options import KEY_COLUMNS
 from megatron_dcpo.data.passages import (
     PASSAGE_COLUMNS,
     has_media,
@@ -72,7 +67,10 @@ from megatron_dcpo.data.passages import (
     passage_text,
     with_passage,
 )
-from megatron_dcpo.data.questions import question_of
+from megatron_dcpo.data.question_options import KEY_COLUMNS
+from megatron_dcpo.data.question_rows import question_of
+from megatron_dcpo.data.row_files import ROW_SUFFIXES, Row, read_rows
+from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
 from megatron_dcpo.runtime.plugins import load_part
@@ -131,7 +129,8 @@ KEYS_OF_PROGRAMS = replace(
     harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
     refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
 )
-_GYM_ROWS = "megatron_dcpo.data.gym:gym_rows"
+_PACKED_PROBLEM = "megatron_dcpo.data.code_problems:packed_problem"
+_GYM_ROWS = "megatron_dcpo.data.gym_tasks:gym_rows"
 _ENVIRONMENT_ROWS = "megatron_dcpo.data.environments:environment_rows"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
@@ -173,7 +172,7 @@ class Record:
 
 
 class NoAnswer(Exception):
-    """The key of a row, which the argument is, equals no answer."""
+    """The answer key of a row (the argument) means "no answer"."""
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -622,10 +621,10 @@ def to_record(
     """
     name = task if forced else str(row.get("data_source") or task)
     where = f"{source}: row {index + 1}"
-    code = code_problem(row, where)
+    code = load_part(_PACKED_PROBLEM)(row, where) if may_have_tests(row) else None
     if code is not None:
-        packed = pack_tests(code.tests)
-        messages, key = _as_messages(code.statement, where), tests_key(packed)
+        packed, key = code.tests, code.key
+        messages = _as_messages(code.statement, where)
         kept = columns(row, name, messages, key) if keep_columns else None
         return Record(name, index, messages, key, packed, kind_of_row(row), kept, "code")
     question = question_of(row, index, where, strict=not keep_columns)

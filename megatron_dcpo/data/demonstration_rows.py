@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_dcpo.data.answers import last_box
+from megatron_dcpo.data.answer_keys import last_box
 from megatron_dcpo.data.chat_template import THINKING
 from megatron_dcpo.data.chats import (
     CHAT_COLUMNS,
@@ -33,15 +33,15 @@ from megatron_dcpo.data.chats import (
     weight_in,
     with_system,
 )
-from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty
-from megatron_dcpo.data.options import KEY_COLUMNS, options_of, shows_options
 from megatron_dcpo.data.passages import (
     PASSAGE_COLUMNS,
     passage_of,
     passage_text,
     with_passage,
 )
+from megatron_dcpo.data.question_options import KEY_COLUMNS, options_of, shows_options
+from megatron_dcpo.data.row_files import Row
+from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty
 from megatron_dcpo.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ RESPONSES = ("response", "completion", "answer", "output", "solution")
 # our names in data.columns, besides messages, prompt and response
 BESIDE = ("weight", "spans", "system", "history", "context", "tools", "reasoning", "label")
 _REASONS = "name it by data.columns={reasoning: NAME}, or leave it out by {reasoning: ''}"
-# what a column says of whether a model reasons (Nemotron), which is not what it reasons
+# Nemotron's switch of the reasoning, which is not its text
 _SWITCHES = ("on", "off", "true", "false", "yes", "no")
 _OTHER = "name the response by data.columns={response: NAME}"
 KEYS = RowKeys(

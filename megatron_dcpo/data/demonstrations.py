@@ -37,7 +37,7 @@ from megatron_dcpo.data.chat_template import (
 from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.datasets import PromptOptions, task_name
 from megatron_dcpo.data.demonstration_rows import Conversation, RowReader
-from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import BLOCK_REASONING, Judgement, Prompt, Response, TrainingSample
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_dcpo.data.gym import query_of
+from megatron_dcpo.data.gym_tasks import query_of
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.brought import ENVIRONMENT_COLUMN, HASH_SEED
 

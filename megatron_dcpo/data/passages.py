@@ -10,8 +10,8 @@ put, as Alpaca's prompt has it.
 from __future__ import annotations
 
 from megatron_dcpo.data.chats import Messages
-from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.keys import holds_media, is_empty
+from megatron_dcpo.data.row_files import Row
+from megatron_dcpo.data.unread_columns import holds_media, is_empty
 from megatron_dcpo.errors import UserError
 
 PASSAGE_COLUMNS = (

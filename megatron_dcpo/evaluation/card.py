@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from megatron_dcpo.data.files import is_here, is_hub_name
+from megatron_dcpo.data.row_files import is_here, is_hub_name
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.headline import METRICS, format_value
 from megatron_dcpo.evaluation.runs import EvaluatedRun, is_supervised, read_run

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation import posthoc_predictors
 from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
 from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.samples import Sample
@@ -24,13 +24,14 @@ from megatron_dcpo.evaluation.scoring import (
 logger = logging.getLogger(__name__)
 
 # sources that are no kind of confidence
-_INPUTS = ("mean", "full", *posthoc.FEATURES)
+_INPUTS = ("mean", "full", *posthoc_predictors.FEATURES)
 
 
 @dataclass(frozen=True)
 class PosthocFit:
-    """What is fitted: the ``method`` (``posthoc.METHODS``), its ``source``, and the share of the
-    problems that is ``held_out``. ``kinds_by`` names the kinds of problem of the scores.
+    """What is fitted: the ``method`` (``posthoc_predictors.METHODS``), its ``source``, and the
+    share of the problems that is ``held_out``. ``kinds_by`` names the kinds of problem of the
+    scores.
     """
 
     method: str = "logistic"
@@ -60,7 +61,7 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
         parse_kinds(options.source)
     samples = [sample for path in files for sample in read_any(path)]
     kinds = checked_kinds(samples, options.kinds_by)
-    predictor, held_out = posthoc.fit(
+    predictor, held_out = posthoc_predictors.fit(
         options.method,
         samples,
         options.source,
@@ -93,13 +94,15 @@ def _say_left_out(source: str, samples: Sequence[Sample], options: PosthocFit) -
     """Log how many responses that are not held out were fitted, if some lack the inputs."""
     inside = []
     for sample in samples:
-        if not posthoc.is_held_out(posthoc.problem_of(sample), options.held_out, options.seed):
+        if not posthoc_predictors.is_held_out(
+            posthoc_predictors.problem_of(sample), options.held_out, options.seed
+        ):
             inside.append(sample)
-    _, known = posthoc.inputs_of(inside, source)
+    _, known = posthoc_predictors.inputs_of(inside, source)
     if len(known) < len(inside):
         logger.warning(
             "fitted on %d of %d responses; the others lack %s",
             len(known),
             len(inside),
-            posthoc.needs_of(source),
+            posthoc_predictors.needs_of(source),
         )

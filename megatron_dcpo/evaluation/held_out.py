@@ -20,7 +20,7 @@ from megatron_dcpo.evaluation.problems import Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import headline, score_samples
 from megatron_dcpo.judging.judge import with_text
-from megatron_dcpo.judging.sources import check_rollouts
+from megatron_dcpo.judging.source_verifiers import check_rollouts
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
 

@@ -5,7 +5,7 @@ predictors.
 from __future__ import annotations
 
 from megatron_dcpo import codec
-from megatron_dcpo.evaluation.posthoc import features
+from megatron_dcpo.evaluation.posthoc_predictors import features
 from megatron_dcpo.evaluation.samples import (
     Measures,
     Sample,

@@ -22,7 +22,12 @@ from megatron_dcpo.data.datasets import NO_COLUMNS, Record
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent
 from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.judging.sources import GYM_VERIFIER, find_source, verifier_of, with_answers
+from megatron_dcpo.judging.source_verifiers import (
+    GYM_VERIFIER,
+    find_source,
+    verifier_of,
+    with_answers,
+)
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verdicts import with_verdicts
 from megatron_dcpo.judging.verifier_kind import PackedTests

@@ -15,7 +15,7 @@ from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.data.datasets import PromptOptions, message_prompts, render_prompts
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.evaluation.evaluate import Respond
-from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS
+from megatron_dcpo.evaluation.posthoc_predictors import TOP_LOGPROBS
 from megatron_dcpo.evaluation.problems import Problems
 from megatron_dcpo.evaluation.scoring import parse_kinds
 from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megatron_dcpo.config import flat
-from megatron_dcpo.runtime.run_records import CONFIG, read_launches
+from megatron_dcpo.runtime.run_records import CONFIG, differing, read_launches
 
 SAMPLING = {
     "temperature": "temperature",
@@ -94,13 +94,10 @@ def differences(paths: Mapping[str, Path]) -> list[tuple[str, list[str]]]:
     """
     options_of_runs = [options(path) for path in paths.values()]
     known = [values for values in options_of_runs if values]
-    names: set[str] = set()
-    for values in known:
-        names.update(values)
     rows = []
-    for name in sorted(names.difference(_OF_EVERY_RUN)):
-        texts = [_text(values.get(name)) for values in known]
-        if len(set(texts)) > 1:
+    for name, values in differing(*known):
+        texts = [_text(value) for value in values]
+        if name not in _OF_EVERY_RUN and len(set(texts)) > 1:
             rows.append((name, texts))
     return rows
 

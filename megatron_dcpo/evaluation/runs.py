@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
-from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.samples import SETTINGS, Sample, sample_of

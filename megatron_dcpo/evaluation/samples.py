@@ -23,11 +23,11 @@ import numpy as np
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.data.labels import without_epoch
+from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.run_records import parse_date
+from megatron_dcpo.runtime.run_records import differing, parse_date
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Count, Judgement, Limits, Probability, Prompt, Response
 
@@ -297,7 +297,7 @@ DATE = "date"
 
 
 def settings_next_to(samples: str | Path) -> dict[str, Any] | None:
-    """Return how the samples of a file were asked, from the settings in its directory; None if
+    """Return how the samples of a file were drawn, from the settings in its directory; None if
     there are none. Raises :class:`UserError` if they cannot be read.
     """
     path = Path(samples).with_name(SETTINGS)
@@ -345,7 +345,7 @@ class SampleLog:
                 file.writelines(map(sample_line, others))
             names = sorted({sample.prompt.prompt_id for sample in others})
             logger.warning(
-                "%d samples are of other problems than those that are asked now (%s); they are in "
+                "%d samples are of other problems than those of this evaluation (%s); they are in "
                 "%s, and these problems are sampled again",
                 len(others),
                 shortened(names),
@@ -408,16 +408,16 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"{path.parent} holds samples of unknown settings; give another --out, or --fresh"
         ) from None
-    for name in sorted({*before, *settings} - {DATE}):
-        if before.get(name) != settings.get(name):
+    for name, (old, new) in differing(before, settings):
+        if name != DATE:
             raise UserError(
-                f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is "
-                f"{settings.get(name)!r}; give another --out, or --fresh to drop its samples"
+                f"{path.parent} was begun with {name} = {old!r}, now it is {new!r}; give another "
+                "--out, or --fresh to drop its samples"
             )
 
 
 def date_of(directory: str | Path) -> date | None:
-    """Return the date with which the samples in a directory were asked, None if there are none."""
+    """Return the date with which the samples in a directory were drawn, None if there are none."""
     root = Path(directory)
     if not (root / FILE).exists():
         return None

@@ -301,7 +301,7 @@ class _Answers:
 
 
 def _of_answers(answers: _Answers) -> dict[str, Any]:
-    """Return what is said of answers whatever their confidence is."""
+    """Return the statistics of answers that need no confidence."""
     samples = answers.samples
     judgements = [sample.judgement for sample in samples]
     scores: dict[str, Any] = {

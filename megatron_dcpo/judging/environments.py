@@ -20,9 +20,9 @@ from megatron_dcpo.data.environments import (
     parse_environment,
 )
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
-from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 from megatron_dcpo.judging.verdicts import lost, outcome_of, warn_once
 from megatron_dcpo.judging.verifier_kind import VerifierKind
+from megatron_dcpo.judging.worker_pool import PoolWork, WorkerPool
 from megatron_dcpo.runtime.brought import ENVIRONMENT_COLUMN, HASH_SEED
 
 _NO_VERDICT = {"score": 0.0}

@@ -26,9 +26,9 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FREE, Attempt, Outcome, Verifier
-from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 from megatron_dcpo.judging.verdicts import OPTION, checked_result, lost, outcome_of, warn_once
 from megatron_dcpo.judging.verifier_kind import PackedTests, VerifierKind
+from megatron_dcpo.judging.worker_pool import PoolWork, WorkerPool
 from megatron_dcpo.runtime.brought import HASH_SEED
 from megatron_dcpo.runtime.plugins import load_object, raised, source_digest
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import reasoning_gym as _imported_before_the_clock  # noqa: F401
 
-from megatron_dcpo.data.gym import dataset_of
+from megatron_dcpo.data.gym_tasks import dataset_of
 from megatron_dcpo.judging.answers import extract_boxed
 
 

@@ -12,8 +12,8 @@ from megatron_dcpo.judging.answers import FENCED, Attempt, Outcome
 from megatron_dcpo.judging.same_program import same_program
 from megatron_dcpo.judging.verifier_kind import PackedTests, VerifierKind, check_plain_answers
 from megatron_dcpo.runtime import cores_per_rank
-from megatron_dcpo.sandbox.judge import CodePool
 from megatron_dcpo.sandbox.limits import CodeLimits
+from megatron_dcpo.sandbox.program_judge import CodePool
 
 # problems whose tests stay unpacked, because the responses to one problem finish at various times
 KEPT = 32

@@ -8,7 +8,8 @@ r"""Decide whether the boxed answer to a question is right.
 - ``choice`` asks for the letter of the right option, or its text (``choices.py``).
 
 The accepted texts are those of the row's ``answer`` if that is a list or TriviaQA's object
-(``data.questions.accepted_texts``), or else the ground truth. A response without a box is wrong.
+(``data.question_rows.accepted_texts``), or else the ground truth. A response without a box is
+wrong.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data.datasets import Record
-from megatron_dcpo.data.questions import accepted_texts, letter_index
+from megatron_dcpo.data.question_rows import accepted_texts, letter_index
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.abstention import normalize, without_articles, without_tex
 from megatron_dcpo.judging.answers import BOXED, Attempt, Outcome
-from megatron_dcpo.judging.choices import bare_letter, chosen_letter
+from megatron_dcpo.judging.option_letters import bare_letter, chosen_letter
 from megatron_dcpo.judging.verifier_kind import Problems, VerifierKind, check_plain_answers
 
 _SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))

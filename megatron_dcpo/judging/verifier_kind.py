@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data.answers import is_structured
+from megatron_dcpo.data.answer_keys import is_structured
 from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import AnswerForm, Verifier

@@ -19,7 +19,7 @@ from megatron_dcpo.config.field_types import (
     members,
 )
 from megatron_dcpo.judging.answers import AnswerForm, Verifier
-from megatron_dcpo.judging.sources import GYM_VERIFIER
+from megatron_dcpo.judging.source_verifiers import GYM_VERIFIER
 from megatron_dcpo.judging.verifier_kind import PackedTests, Problems, VerifierKind
 from megatron_dcpo.judging.weighted import Member, WeightedSum, common_form, labels
 from megatron_dcpo.runtime.brought import is_environment

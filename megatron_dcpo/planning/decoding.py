@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config
-from megatron_dcpo.planning.engine import EngineMemory
+from megatron_dcpo.planning.engine_memory import EngineMemory
 from megatron_dcpo.planning.machine import Rates
 from megatron_dcpo.planning.traffic import Work
 from megatron_dcpo.weights.arithmetic import operations_per_token

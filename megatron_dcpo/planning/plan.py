@@ -17,7 +17,7 @@ from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.errors import UserError, check_world_size, one_line
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.planning.decoding import rollout_steps
-from megatron_dcpo.planning.engine import EngineMemory, engine_memory
+from megatron_dcpo.planning.engine_memory import EngineMemory, engine_memory
 from megatron_dcpo.planning.machine import GB, Machine, Rates
 from megatron_dcpo.planning.memory import (
     Activations,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.planning.decoding import DecodingSteps, decoding_costs
-from megatron_dcpo.planning.engine import EngineMemory
+from megatron_dcpo.planning.engine_memory import EngineMemory
 from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.memory import recomputed_share
 from megatron_dcpo.planning.traffic import BytesSent, Work

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.nearby_paths import places
 from megatron_dcpo.runtime.signals import launched_rank
 
 logger = logging.getLogger(__name__)
@@ -194,8 +194,8 @@ def _broken_off(what: str, error: Exception) -> str | None:
 
 
 def _warn_if_moved(model: HubModel, commit: str) -> None:
-    """Say it if the revision that a run names is no longer the ``commit`` that it began with. A hub
-    that cannot be asked is left alone.
+    """Warn if the revision that a run names is no longer the ``commit`` that it began with; not if
+    the hub cannot be reached.
     """
     import httpx2
     from huggingface_hub import HfApi

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.nearby_paths import places
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _STDLIB = sysconfig.get_path("stdlib")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -36,7 +36,7 @@ def read_launches(directory: Path) -> list[dict[str, Any]]:
 
 @functools.cache
 def today() -> date:
-    """Return the date at which this process asked first: all its prompts have the same."""
+    """Return the date of the first call in this process: all its prompts have the same."""
     return datetime.now().date()
 
 
@@ -86,3 +86,13 @@ def seconds_left(rows: Sequence[Mapping[str, Any]], steps: int) -> float | None:
     if not recent:
         return None
     return steps * float(median(recent))
+
+
+def differing(*settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each name, in order, whose values are not the same in all ``settings``, with its value
+    in each, None where it has none.
+    """
+    for name in sorted(set().union(*settings)):
+        values = [one.get(name) for one in settings]
+        if any(value != values[0] for value in values):
+            yield name, values

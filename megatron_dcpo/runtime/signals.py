@@ -120,7 +120,7 @@ def exit_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and os.getppid() != int(launcher):
-        _launcher_died()  # before the kernel was asked
+        _launcher_died()  # before prctl
 
 
 def as_child() -> Callable[[], None]:

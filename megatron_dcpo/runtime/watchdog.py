@@ -314,7 +314,7 @@ class Timers:
     """Timers of phases: ``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured
     after the device is done, and notes ``memory["rollout/rss"]`` in GB.
 
-    The watchdog is told which phase of ``step`` this rank is in. Without a watchdog, in a thread
+    The watchdog gets the phase of ``step`` that this rank is in. Without a watchdog, in a thread
     besides the main one, only the seconds are measured. Call ``clear`` after a step is recorded;
     its checkpoint comes later and is part of the next record.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn
-from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc, task_column
+from megatron_dcpo.evaluation.posthoc_predictors import TOP_LOGPROBS, Posthoc, task_column
 from megatron_dcpo.runtime.served_models import ModelRow
 
 # the names under which an upstream knows each of its models

@@ -207,7 +207,7 @@ class Checkpointer:
         return broadcast_object(best)
 
     def intact_steps(self) -> list[int]:
-        """Return the steps of the checkpoints on the disk, without those found damaged."""
+        """Return the steps of the checkpoints on the disk, without the damaged ones."""
         present = broadcast_object(iterations(self.saver.directory))
         return [step for step in present if step not in self.saver.damaged]
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.config.without_effect import options_without_effect
-from megatron_dcpo.data.files import is_here, is_hub_name
+from megatron_dcpo.data.row_files import is_here, is_hub_name
 from megatron_dcpo.evaluation.held_out import benchmark_names, check_keep_best, load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method, resolve
@@ -39,7 +39,7 @@ from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
 # The paper's method, its ablations, and what it compares with (docs/algorithms.md#2-methods).
 PAPER_METHODS = ("grpo", "dcpo", "coupled", "rlcr", "ccgspg", "posthoc")
 # The paper's values of the options that decide what a step computes. Methods without a confidence
-# line are asked by the template grpo.
+# line have the template grpo.
 PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "data.template": ("paper", "grpo"),

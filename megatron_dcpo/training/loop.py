@@ -16,15 +16,13 @@ from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.verdicts import VerifierFailed
 from megatron_dcpo.rollout.engine import EngineError
-from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.device import profile
-from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.training import provenance
 from megatron_dcpo.training.run import Run, build
 from megatron_dcpo.training.sampler import Batch
-from megatron_dcpo.training.weight_sync import export_policy
+from megatron_dcpo.training.steps import train_steps
 from megatron_dcpo.weights.table import number_of_parameters
 
 logger = logging.getLogger(__name__)
@@ -43,25 +41,14 @@ def train(config: Config) -> None:
     everything done is saved.
     """
     config = provenance.with_model_here(config)
-    with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
-        signals.begin_saving()
-        provenance.prepare(
-            run.directory, config, run.policy.topology.rank, options_without_effect(config)
+    with build(config) as run:
+        train_steps(
+            run,
+            without_effect=options_without_effect(config),
+            start=partial(_start, run),
+            step=partial(_traced_step, run),
+            is_over=partial(_stops_early, run),
         )
-        done = run.checkpointer.resume()
-        _restore_validations(run, done)
-        with run.recorder.from_step(done + 1):
-            _start(run, done)
-            for step in range(done + 1, config.training.steps + 1):
-                if _stops_early(run, done=step - 1):
-                    break
-                run.timers.step = step
-                with _traced(run, step):
-                    train_step(run, step)
-                run.checkpointer.stop_if_asked(done=step)
-        with run.timers("export"):
-            export_policy(run.directory, config.model, run.optimizer)
-        distributed.barrier()
 
 
 def train_step(run: Run, step: int) -> None:
@@ -139,6 +126,7 @@ def _start(run: Run, done: int) -> None:
     """
     config = run.config
     is_first_rank = run.policy.topology.rank == 0
+    _restore_validations(run, done)
     if is_first_rank:
         logger.info(
             "%s parameters, sampled by %s; handing over the weights",
@@ -235,6 +223,11 @@ def _stops_early(run: Run, done: int) -> bool:
             stagnant,
         )
     return True
+
+
+def _traced_step(run: Run, step: int) -> None:
+    with _traced(run, step):
+        train_step(run, step)
 
 
 def _traced(run: Run, step: int) -> AbstractContextManager[None]:

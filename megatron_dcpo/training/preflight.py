@@ -12,7 +12,7 @@ from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.sources import named_sources
+from megatron_dcpo.judging.source_verifiers import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier

@@ -39,6 +39,7 @@ from megatron_dcpo.runtime.run_records import (
     CONFIG,
     RUN,
     WARNINGS,
+    differing,
     first_date,
     read_launches,
     today,
@@ -284,9 +285,8 @@ def differences(directory: Path, config: RunConfig) -> Iterator[tuple[str, Any, 
             f"{path} cannot be read ({type(error).__name__}); restore it, or remove it to resume"
         ) from None
     new = dict(flat(OmegaConf.to_container(OmegaConf.create(to_yaml(config)))))
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            yield name, old.get(name), new.get(name)
+    for name, (before, now) in differing(old, new):
+        yield name, before, now
 
 
 def record_start(

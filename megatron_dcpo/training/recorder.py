@@ -19,22 +19,22 @@ from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.config import Config
-from megatron_dcpo.judging.sources import named_sources
+from megatron_dcpo.judging.source_verifiers import named_sources
 from megatron_dcpo.objectives import find_method
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.distributed import Collectives, Topology, broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.dealing import fetch
-from megatron_dcpo.training.metrics import (
+from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
+from megatron_dcpo.training.progress import time_left
+from megatron_dcpo.training.records import Records, logged_rows, why_refused
+from megatron_dcpo.training.step_metrics import (
     abstention_metrics,
     source_metrics,
     step_metrics,
     utilization,
 )
-from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
-from megatron_dcpo.training.progress import time_left
-from megatron_dcpo.training.records import Records, logged_rows, why_refused
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings, warnings_of_the_start
 from megatron_dcpo.types import BLOCKS, TrainingSample, replaced

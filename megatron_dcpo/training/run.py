@@ -96,6 +96,11 @@ class Run:
     validator: Validator | None
     selection: Selection
 
+    @property
+    def records(self) -> Recorder:
+        """Return the records, as any training calls them."""
+        return self.recorder
+
 
 @dataclass(frozen=True)
 class Inputs:

@@ -18,7 +18,7 @@ from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extend
 from megatron_dcpo.data.prompts import without_box_request
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
-from megatron_dcpo.judging.sources import (
+from megatron_dcpo.judging.source_verifiers import (
     check_rollouts,
     named_sources,
     path_of,

@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,21 +29,20 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.config.supervised import SupervisedConfig, supervised_without_effect
+from megatron_dcpo.config.supervised_sections import SupervisedConfig, supervised_without_effect
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
+from megatron_dcpo.objectives.supervised_loss import SupervisedLoss, find_loss
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, Optimizer
 from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
-from megatron_dcpo.runtime import distributed, signals
+from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
-from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training import provenance
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
@@ -51,9 +51,9 @@ from megatron_dcpo.training.preflight import check_architecture, check_processes
 from megatron_dcpo.training.progress import time_left
 from megatron_dcpo.training.records import Records, why_refused
 from megatron_dcpo.training.run import build_optimizer, build_saver, open_topology, start_watch
+from megatron_dcpo.training.steps import train_steps
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.training.warnings import too_few
-from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.types import TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
@@ -250,30 +250,13 @@ def fine_tune(config: SupervisedConfig) -> None:
     done is saved.
     """
     config = provenance.with_model_here(config)
-    with (
-        build(config, read_inputs(config)) as run,
-        lock_run_dir(run.records.directory, run.policy.topology.rank),
-    ):
-        _train_all_steps(run)
-        with run.timers("export"):
-            export_policy(run.records.directory, config.model, run.optimizer)
-        distributed.barrier()
-
-
-def _train_all_steps(run: SupervisedRun) -> None:
-    """Train the steps that are left, in a run directory that is locked. Collective."""
-    directory = run.records.directory
-    signals.begin_saving()
-    provenance.prepare(
-        directory, run.config, run.policy.topology.rank, supervised_without_effect(run.config)
-    )
-    done = run.checkpointer.resume()
-    with run.records.from_step(done + 1):
-        _start(run, done)
-        for step in range(done + 1, run.config.training.steps + 1):
-            run.timers.step = step
-            train_step(run, step)
-            run.checkpointer.stop_if_asked(done=step)
+    with build(config, read_inputs(config)) as run:
+        train_steps(
+            run,
+            without_effect=supervised_without_effect(run.config),
+            start=partial(_start, run),
+            step=partial(train_step, run),
+        )
 
 
 def train_step(run: SupervisedRun, step: int) -> None:

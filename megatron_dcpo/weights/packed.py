@@ -1,7 +1,7 @@
 """How tensors become a few large messages, as the workers of a vLLM server take them apart again.
 Pure: no tensors.
 
-A server is told of the tensors that come in calls, of each its name, type and shape. A message of
+A server gets name, type and shape of the coming tensors in calls. A message of
 the call is the bytes of whole tensors, one behind the other, in the order of the call. It ends with
 the tensor by which it has more than ``MESSAGE_BYTES``, or with the last one of the call; a larger
 tensor is not cut. The workers find the ends by the same rule, and nothing else is sent.

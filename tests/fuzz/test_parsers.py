@@ -30,7 +30,7 @@ from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.conversion import megatron_checkpoint
 from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.data.datasets import load_records
-from megatron_dcpo.data.files import read_json_lines, read_rows
+from megatron_dcpo.data.row_files import read_json_lines, read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megatron_dcpo.evaluation.samples import Sample, sample_line, sample_of
 from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
-from megatron_dcpo.judging.choices import chosen_letter
 from megatron_dcpo.judging.math import answer_forms, latex
 from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.judging.option_letters import chosen_letter
 from megatron_dcpo.judging.questions import f1, normalize_triviaqa, same_answer, same_choice
 from megatron_dcpo.judging.same_program import normal_form, same_program
 from megatron_dcpo.judging.thinking import KNOWN

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from megatron_dcpo.data.prompts import confidence_instruction
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn, instruction
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from megatron_dcpo.serving.calibrator import Calibrator
 from megatron_dcpo.serving.middleware import Service, service_of
 from megatron_dcpo.serving.proxy import proxy_app

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.sandbox.judge import SandboxSession
 from megatron_dcpo.sandbox.limits import CodeLimits
+from megatron_dcpo.sandbox.program_judge import SandboxSession
 from megatron_dcpo.sandbox.tests import checked_tests
 
 # name: an expression that is true when it succeeded. The rows of the table in docs/programs.md

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.sandbox.judge import CATEGORIES, CodePool, CodeVerdict
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
+from megatron_dcpo.sandbox.program_judge import CATEGORIES, CodePool, CodeVerdict
 from tests.helpers.processes import below
 from tests.sandbox.attacks import ATTACKS, Attack
 

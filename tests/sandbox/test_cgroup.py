@@ -15,9 +15,9 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox import cgroup
-from megatron_dcpo.sandbox.judge import SandboxSession
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import choose
+from megatron_dcpo.sandbox.program_judge import SandboxSession
 from megatron_dcpo.sandbox.tests import checked_tests
 
 STDIN = checked_tests({"kind": "stdin", "cases": [{"input": "", "output": "1"}]})

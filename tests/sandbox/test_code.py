@@ -20,8 +20,8 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import extract_program
 from megatron_dcpo.sandbox import bubblewrap, local
-from megatron_dcpo.sandbox.judge import CodePool, SandboxSession
 from megatron_dcpo.sandbox.limits import CodeLimits
+from megatron_dcpo.sandbox.program_judge import CodePool, SandboxSession
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 from tests.helpers.processes import below, left_after
 
@@ -600,7 +600,7 @@ def test_closing_leaves_no_process_and_cancels_what_waits() -> None:
 def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     """SIGKILL of the process that judges ends its sandboxes and the programs in them."""
     script = (
-        "from megatron_dcpo.sandbox.judge import *\n"
+        "from megatron_dcpo.sandbox.program_judge import *\n"
         "pool = CodePool(limits=CodeLimits(test_seconds=300, program_seconds=300), workers=1)\n"
         "f = pool.submit('print(1, flush=True)\\nwhile True: pass', {'kind': 'stdin', 'cases': "
         "[{'input': '', 'output': ''}]})\n"

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.sandbox.guest.rpc import BadMessage, Decoder
-from megatron_dcpo.sandbox.judge import SandboxSession
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
+from megatron_dcpo.sandbox.program_judge import SandboxSession
 from megatron_dcpo.sandbox.tests import checked_tests
 
 LIMITS = CodeLimits(test_seconds=2.0, program_seconds=20.0)
@@ -150,7 +150,7 @@ def test_arrays_are_no_attributes_of_the_tasks_own_objects() -> None:
 
 _JUDGE = """
 import resource, sys
-from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+from megatron_dcpo.sandbox.program_judge import CodeLimits, CodePool
 limits = CodeLimits(test_seconds=20, program_seconds=60)
 with CodePool(limits=limits, workers=1) as pool:
     pool.submit("print(1)", {"kind": "stdin", "cases": [{"input": "", "output": "1"}]}).result()

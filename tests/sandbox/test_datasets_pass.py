@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.data.code_problems import Untested, code_problem
-from megatron_dcpo.sandbox.judge import CodeVerdict, judge_programs
+from megatron_dcpo.data.code_problems import code_problem
+from megatron_dcpo.data.columns_of_tests import Untested
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
+from megatron_dcpo.sandbox.program_judge import CodeVerdict, judge_programs
 from tests.helpers.data import reference_solution
 
 SLOW = CodeLimits(test_seconds=120.0, program_seconds=600.0, memory_mb=4096, output_mb=64)

@@ -121,7 +121,7 @@ def test_programs_end_with_a_killed_judge(level: str) -> None:
         pytest.skip(f"{level} does not work on this machine: {problem}")
     script = (
         "import sys, time\n"
-        "from megatron_dcpo.sandbox.judge import *\n"
+        "from megatron_dcpo.sandbox.program_judge import *\n"
         "pool = CodePool(limits=CodeLimits(test_seconds=300, program_seconds=300), "
         f"sandbox={level!r}, workers=4)\n"
         "program = 'import ctypes, signal, time\\nfor s in range(1, 32):\\n    try: "

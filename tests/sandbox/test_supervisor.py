@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.sandbox.judge import CodeVerdict, SandboxSession
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
+from megatron_dcpo.sandbox.program_judge import CodeVerdict, SandboxSession
 from megatron_dcpo.sandbox.tests import checked_tests
 
 LIMITS = CodeLimits(test_seconds=10.0, program_seconds=30.0, memory_mb=256)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.posthoc import Posthoc, is_held_out, problem_of
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc, is_held_out, problem_of
 from megatron_dcpo.evaluation.samples import read_samples
 from tests.helpers.paths import QUICKSTART
 

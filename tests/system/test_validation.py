@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config.evaluation import load_evaluation
-from megatron_dcpo.evaluation.run import run_evaluation
+from megatron_dcpo.evaluation.evaluation_run import run_evaluation
 from tests.helpers.launch import torchrun_all
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, without_clocks
@@ -133,7 +133,7 @@ def test_it_is_what_dcpo_evaluate_finds(
     shown = ("accuracy", "ece", "brier", "auroc", "mean_confidence", "violation_rate")
     measured = max(split(metrics(out / name))[1].items())[1]
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.run.write_evaluation", lambda *_: None
+        "megatron_dcpo.evaluation.evaluation_run.write_evaluation", lambda *_: None
     )  # pictures
     evaluation = run_evaluation(
         load_evaluation(

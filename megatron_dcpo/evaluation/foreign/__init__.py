@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_dcpo.codec import NO_TOKENS
-from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.data.labels import labels_of
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.evaluation.foreign.answered import (
     Answered,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.data.labels import kind_of_row, labels_of
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.foreign.answered import Answered, verdict
 

@@ -2,7 +2,7 @@ r"""Recognize answers whose form matters before their value does: numerals with 
 brackets, units, plain numbers.
 
 math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as
-``{1, 2}``, and drops units. Here these forms are told apart, by rules that reject in case of doubt:
+``{1, 2}``, and drops units. Here these forms differ, by rules that reject in case of doubt:
 
 - a numeral with a base equals the same digits with the same base; ``_{10}`` changes nothing.
   ``120_5`` is neither ``120`` nor ``35``, because the base is part of the question;

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.math.equivalence import quick_verdict
-from megatron_dcpo.judging.pool import PoolWork, WorkerPool
+from megatron_dcpo.judging.worker_pool import PoolWork, WorkerPool
 
 CPU_SECONDS = 1.5
 WALL_SECONDS = 6.0

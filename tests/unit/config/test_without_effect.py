@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config import validate
-from megatron_dcpo.config.supervised import supervised_without_effect, validate_supervised
+from megatron_dcpo.config.supervised_sections import supervised_without_effect, validate_supervised
 from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data.answers import answer_of
+from megatron_dcpo.data.answer_keys import answer_of
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems

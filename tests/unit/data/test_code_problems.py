@@ -17,11 +17,12 @@ import pytest
 
 from megatron_dcpo.data import code_problems, livecodebench
 from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
-from megatron_dcpo.data.code_problems import Untested, code_problem, pack_tests, unpack_tests
+from megatron_dcpo.data.code_problems import code_problem, pack_tests, unpack_tests
+from megatron_dcpo.data.columns_of_tests import Untested, may_have_tests
 from megatron_dcpo.data.datasets import load_records, message_prompts
-from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.program_judge import judge_programs
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 from tests.helpers.data import real, reference_solution, write
 from tests.helpers.paths import DATA
@@ -31,6 +32,22 @@ def read_tests_of(row: dict[str, Any]) -> dict[str, Any]:
     found = code_problem(row)
     assert found is not None
     return dict(found.tests)
+
+
+@pytest.fixture(autouse=True)
+def _every_format_has_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is read as a program that ``may_have_tests`` would not have sent here."""
+
+    def signed(applies: Any) -> Any:
+        def applied(row: Any) -> bool:
+            found = applies(row)
+            assert may_have_tests(row) or not found
+            return found
+
+        return applied
+
+    formats = tuple((signed(applies), read) for applies, read in code_problems._FORMATS)
+    monkeypatch.setattr(code_problems, "_FORMATS", formats)
 
 
 STDIN = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.data import datasets, files
+from megatron_dcpo.data import datasets, row_files
 from megatron_dcpo.data.datasets import (
     PromptOptions,
     draw_prompts,
@@ -20,8 +20,8 @@ from megatron_dcpo.data.datasets import (
     load_prompts,
     load_records,
 )
-from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.data.labels import without_epoch
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 from tests.helpers.data import real, write
@@ -368,7 +368,7 @@ def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_small_file_cannot_fill_the_memory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LONGEST", 10_000)
+    monkeypatch.setattr(row_files, "LONGEST", 10_000)
     path = tmp_path / name
     row = json.dumps({"problem": "x" * 20_000, "answer": "1"})
     path.write_bytes(gzip.compress((f"[{row}]" if "json." in name else row + "\n").encode()))

@@ -21,11 +21,11 @@ from megatron_dcpo.config.sections import JudgingConfig, SourceConfig
 from megatron_dcpo.data.benchmarks import load_benchmark, name_of, parse_specs, path_in
 from megatron_dcpo.data.datasets import load_records, message_prompts, task_name
 from megatron_dcpo.data.environments import EnvironmentSpec, parse_environment
-from megatron_dcpo.data.gym import gym_path
+from megatron_dcpo.data.gym_tasks import gym_path
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.judging.answers import Attempt
-from megatron_dcpo.judging.sources import check_rollouts
+from megatron_dcpo.judging.source_verifiers import check_rollouts
 from megatron_dcpo.judging.verifiers import verifiers
 from tests.helpers.environments import COUNTS, LETTERS, use_stand_ins
 from tests.helpers.paths import EXAMPLES, REPOSITORY

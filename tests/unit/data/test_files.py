@@ -14,10 +14,10 @@ from pyarrow import ipc
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.config.evaluation import load_evaluation
-from megatron_dcpo.config.supervised import validate_supervised
+from megatron_dcpo.config.supervised_sections import validate_supervised
 from megatron_dcpo.data.datasets import load_records, task_name
-from megatron_dcpo.data.files import is_here, read_rows
 from megatron_dcpo.data.mixture import LoadedSource
+from megatron_dcpo.data.row_files import is_here, read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data import gym
+from megatron_dcpo.data import gym_tasks
 from megatron_dcpo.data.benchmarks import load_benchmark, name_of, parse_specs
 from megatron_dcpo.data.datasets import load_records
-from megatron_dcpo.data.gym import HELD_OUT_SEED, GymTask, gym_path, gym_rows, parse_gym
+from megatron_dcpo.data.gym_tasks import HELD_OUT_SEED, GymTask, gym_path, gym_rows, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, Attempt
-from megatron_dcpo.judging.sources import GYM_VERIFIER
+from megatron_dcpo.judging.source_verifiers import GYM_VERIFIER
 from megatron_dcpo.judging.verifiers import verifiers
 from megatron_dcpo.types import VERIFIER_ERROR
 
@@ -101,6 +101,6 @@ def test_what_is_wrong_is_one_line(path: str, named: list[str]) -> None:
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gym.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gym_tasks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'reasoning-gym=="):
         load_records(SMALL)

@@ -7,7 +7,14 @@ import math
 
 import pytest
 
-from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, is_media, shows, without_empty
+from megatron_dcpo.data.unread_columns import (
+    RowKeys,
+    Unread,
+    is_empty,
+    is_media,
+    shows,
+    without_empty,
+)
 from megatron_dcpo.errors import UserError
 
 KEYS = RowKeys(

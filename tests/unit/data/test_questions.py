@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dcpo.data.benchmarks import load_benchmark
 from megatron_dcpo.data.datasets import load_records, message_prompts
-from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
 
 GPQA = [

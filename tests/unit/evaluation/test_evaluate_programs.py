@@ -15,7 +15,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.data.code_problems import tests_key as key_of
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.programs import read_tests, write_tests
+from megatron_dcpo.evaluation.program_tests import read_tests, write_tests
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.judging.answers import FENCED
 from megatron_dcpo.judging.programs import ProgramVerifier

@@ -13,7 +13,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.data.prompts import confidence_instruction
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import fitted_on_of, instruction
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from megatron_dcpo.evaluation.samples import read_samples, write_samples
 from tests.unit.evaluation.test_posthoc import SAMPLES
 

@@ -28,7 +28,7 @@ from megatron_dcpo.evaluation.lm_eval_metrics import auroc_within as of_lm_eval
 from megatron_dcpo.evaluation.lm_eval_metrics import process_results
 from megatron_dcpo.evaluation.samples import Sample, read_samples, write_samples
 from megatron_dcpo.evaluation.scoring import score_samples
-from megatron_dcpo.training.metrics import response_metrics
+from megatron_dcpo.training.step_metrics import response_metrics
 from megatron_dcpo.types import Prompt, TrainingSample
 from tests.helpers.evaluated import changed, make_samples
 

@@ -16,7 +16,7 @@ from megatron_dcpo.cli.evaluate_options import SHORTHANDS
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.run import settings_of
+from megatron_dcpo.evaluation.evaluation_run import settings_of
 from megatron_dcpo.runtime.run_records import today
 from tests.helpers.evaluated import evaluated, make_samples
 from tests.helpers.paths import QUICKSTART

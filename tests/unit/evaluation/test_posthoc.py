@@ -13,7 +13,7 @@ from sklearn.isotonic import IsotonicRegression
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation import posthoc_predictors
 from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
 from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples, write_samples
 from megatron_dcpo.evaluation.scoring import confidences_of, scores_of_arms
@@ -48,7 +48,7 @@ def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
                     token_confidence=float(stated),
                     min_logprob=-1.0,
                     length=30,
-                    features=posthoc.features(top),
+                    features=posthoc_predictors.features(top),
                 )
             )
     return samples
@@ -59,7 +59,7 @@ SAMPLES = world()
 
 @pytest.mark.parametrize("method", ["temperature", "platt", "isotonic"])
 def test_scaling_repairs_over_confidence(method: str) -> None:
-    predictor, held_out = posthoc.fit(method, SAMPLES, "verbal", held_out=0.3)
+    predictor, held_out = posthoc_predictors.fit(method, SAMPLES, "verbal", held_out=0.3)
     before, after = scores(held_out, "verbal"), scores(held_out)
     assert after["ece"] < before["ece"] - 0.05
     assert after["brier"] < before["brier"]
@@ -70,7 +70,9 @@ def test_scaling_repairs_over_confidence(method: str) -> None:
         assert float(predictor.weights["intercept"]) == pytest.approx(0.0, abs=0.3)
     if method == "isotonic":
         fitted = [
-            s for s in SAMPLES if not posthoc.is_held_out("toy/" + s.prompt.prompt_id, 0.3, 0)
+            s
+            for s in SAMPLES
+            if not posthoc_predictors.is_held_out("toy/" + s.prompt.prompt_id, 0.3, 0)
         ]
         peer = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(
             [s.judgement.confidence for s in fitted], [float(s.correct) for s in fitted]
@@ -91,20 +93,20 @@ def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path:
     for sample in SAMPLES:
         nats = -50 + 10 * (1 if sample.correct else -1) + 8 * generator.standard_normal()
         samples.append(changed(sample, reasoning_logprob=min(0.0, float(nats))))
-    predictor, held_out = posthoc.fit(method, samples, "logprob", held_out=0.3)
+    predictor, held_out = posthoc_predictors.fit(method, samples, "logprob", held_out=0.3)
     assert scores(held_out)["auroc"] > 0.9
     assert scores(held_out)["ece"] < 0.08
     predictor.save(tmp_path / "p.npz")
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
+    assert posthoc_predictors.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
         s.measures.posthoc_confidence for s in held_out
     ]
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], (
+    assert posthoc_predictors.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], (
         "no tokens, no confidence"
     )
     if method == "platt":  # two normal classes of the same spread: log-odds with slope 2 * 10 / 8^2
         assert float(predictor.weights["slope"]) == pytest.approx(20 / 64, rel=0.2)
     with pytest.raises(UserError, match=r"temperature.*logprob"):
-        posthoc.fit("temperature", samples, "logprob")
+        posthoc_predictors.fit("temperature", samples, "logprob")
 
 
 def with_logprobs(seed: int = 3) -> list[Sample]:
@@ -120,16 +122,16 @@ def with_logprobs(seed: int = 3) -> list[Sample]:
 
 def test_logistic_reads_log_probs_length_and_what_is_stated(tmp_path: Path) -> None:
     samples = with_logprobs()
-    predictor, held_out = posthoc.fit("logistic", samples, held_out=0.3)
+    predictor, held_out = posthoc_predictors.fit("logistic", samples, held_out=0.3)
     after = scores(held_out)
     assert after["auroc"] > 0.93
     assert after["ece"] < 0.05
-    _, same = posthoc.fit("isotonic", samples, "logprob", held_out=0.3)
+    _, same = posthoc_predictors.fit("isotonic", samples, "logprob", held_out=0.3)
     assert after["brier"] < scores(same)["brier"] - 0.01, (
         "the length and the stated confidence tell more"
     )
     predictor.save(tmp_path / "p.npz")
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
+    assert posthoc_predictors.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
         s.measures.posthoc_confidence for s in held_out
     ]
     unstated = [changed(s, confidence=None, status="missing") for s in samples]
@@ -146,9 +148,9 @@ def test_logistic_is_the_peers_regression() -> None:
     from sklearn.preprocessing import StandardScaler
 
     samples = with_logprobs()
-    predictor, nothing = posthoc.fit("logistic", samples, held_out=0.0)
+    predictor, nothing = posthoc_predictors.fit("logistic", samples, held_out=0.0)
     assert nothing == []
-    x = np.array([posthoc.response_features(s) for s in samples])
+    x = np.array([posthoc_predictors.response_features(s) for s in samples])
     peer = make_pipeline(StandardScaler(), LogisticRegression(C=1.0, max_iter=1000, tol=1e-8))
     expected = peer.fit(x, [s.correct for s in samples]).predict_proba(x)[:, 1]
     np.testing.assert_allclose(predictor.predict(samples), expected, atol=1e-6)
@@ -197,8 +199,8 @@ def truth_of(samples: list[Sample]) -> np.ndarray:
 
 
 def test_the_task_recovers_a_calibration_that_depends_on_it() -> None:
-    blind, _ = posthoc.fit("logistic", planted(), "reasoning", held_out=0.0)
-    with_task, _ = posthoc.fit("logistic", planted(), "task", held_out=0.0)
+    blind, _ = posthoc_predictors.fit("logistic", planted(), "reasoning", held_out=0.0)
+    with_task, _ = posthoc_predictors.fit("logistic", planted(), "task", held_out=0.0)
     new = planted(seed=6)
     truth = truth_of(new)
     errors = {
@@ -218,18 +220,18 @@ def test_the_task_recovers_a_calibration_that_depends_on_it() -> None:
 
 def test_with_one_task_the_fit_is_the_one_without() -> None:
     samples = planted(("sums",))
-    blind, _ = posthoc.fit("logistic", samples, "reasoning", held_out=0.0)
-    with_task, _ = posthoc.fit("logistic", samples, "task", held_out=0.0)
+    blind, _ = posthoc_predictors.fit("logistic", samples, "reasoning", held_out=0.0)
+    with_task, _ = posthoc_predictors.fit("logistic", samples, "task", held_out=0.0)
     np.testing.assert_allclose(with_task.predict(samples), blind.predict(samples), atol=1e-7)
 
 
 def test_a_task_that_was_not_fitted_gets_the_slope_of_all_and_is_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    predictor, _ = posthoc.fit("logistic", planted(), "task", held_out=0.0)
+    predictor, _ = posthoc_predictors.fit("logistic", planted(), "task", held_out=0.0)
     known = planted(seed=7)[:6]
     w = predictor.weights
-    x = np.array([posthoc.reasoning_features(s) for s in known])
+    x = np.array([posthoc_predictors.reasoning_features(s) for s in known])
     z = (x - w["mean"]) / w["deviation"]
     of_all = 1 / (1 + np.exp(-(z @ w["slopes"] + w["intercept"])))
     predictor.predict(known)
@@ -243,9 +245,9 @@ def test_a_task_that_was_not_fitted_gets_the_slope_of_all_and_is_counted(
 
 def test_the_file_says_which_column_and_which_tasks(tmp_path: Path) -> None:
     samples = planted()
-    predictor, _ = posthoc.fit("logistic", samples, "task:topic", held_out=0.0)
+    predictor, _ = posthoc_predictors.fit("logistic", samples, "task:topic", held_out=0.0)
     predictor.save(tmp_path / "p.npz")
-    read = posthoc.Posthoc.load(tmp_path / "p.npz")
+    read = posthoc_predictors.Posthoc.load(tmp_path / "p.npz")
     assert read.source == "task:topic"
     assert read.weights["tasks"].tolist() == ["legs", "products", "sums"]
     unnamed = [changed(s, kind=None) for s in samples]
@@ -257,8 +259,8 @@ def test_the_file_says_which_column_and_which_tasks(tmp_path: Path) -> None:
 
 def test_the_benchmark_can_be_the_task() -> None:
     samples = [changed(s, task=s.prompt.kind, kind=None) for s in planted()]
-    predictor, _ = posthoc.fit("logistic", samples, "task:task", held_out=0.0)
-    by_kind, _ = posthoc.fit("logistic", planted(), "task", held_out=0.0)
+    predictor, _ = posthoc_predictors.fit("logistic", samples, "task:task", held_out=0.0)
+    by_kind, _ = posthoc_predictors.fit("logistic", planted(), "task", held_out=0.0)
     assert predictor.predict(samples) == by_kind.predict(planted())
 
 
@@ -292,7 +294,7 @@ def test_calibrate_with_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[s
         held_out = json.loads(capsys.readouterr().out)["held_out"]
         brier[features] = held_out["logistic"]["brier"]
     assert brier["task"] < brier["reasoning"] - 0.03
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").source == "task"
+    assert posthoc_predictors.Posthoc.load(tmp_path / "p.npz").source == "task"
 
 
 def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,20 +322,20 @@ def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_confclass_learns_difficulty_from_log_probs() -> None:
-    _, held_out = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
+    _, held_out = posthoc_predictors.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
     assert scores(held_out)["auroc"] > 0.65
     assert scores(held_out)["ece"] < 0.15
-    _, again = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
+    _, again = posthoc_predictors.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
     assert [s.measures.posthoc_confidence for s in again] == [
         s.measures.posthoc_confidence for s in held_out
     ]
 
 
 def test_targets_are_soft_and_problems_are_not_shared() -> None:
-    targets = posthoc.soft_targets(SAMPLES)
+    targets = posthoc_predictors.soft_targets(SAMPLES)
     first = [s.correct for s in SAMPLES[:5]]
     np.testing.assert_allclose(targets[:5], np.mean(first))
-    _, held_out = posthoc.fit("platt", SAMPLES, held_out=0.3)
+    _, held_out = posthoc_predictors.fit("platt", SAMPLES, held_out=0.3)
     outside = {s.prompt.prompt_id for s in held_out}
     assert 0.2 < len(outside) / 240 < 0.4
     assert len(held_out) == 5 * len(outside)
@@ -342,7 +344,7 @@ def test_targets_are_soft_and_problems_are_not_shared() -> None:
 def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) -> None:
     import torch
 
-    predictor, held_out = posthoc.fit("confclass", SAMPLES, "full", width=16, epochs=3)
+    predictor, held_out = posthoc_predictors.fit("confclass", SAMPLES, "full", width=16, epochs=3)
     w = {name: torch.tensor(np.asarray(value)) for name, value in predictor.weights.items()}
     x = (torch.tensor([s.measures.features for s in held_out]) - w["mean"]) / w["deviation"]
     h = torch.relu(torch.nn.functional.linear(x.float(), w["weight1"], w["bias1"]))
@@ -352,11 +354,13 @@ def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) ->
         [s.measures.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5
     )
     predictor.save(tmp_path / "p.npz")
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == predictor.predict(held_out)
+    assert posthoc_predictors.Posthoc.load(tmp_path / "p.npz").predict(
+        held_out
+    ) == predictor.predict(held_out)
 
 
 def test_missing_inputs_give_no_confidence() -> None:
-    predictor, _ = posthoc.fit("platt", SAMPLES, "verbal")
+    predictor, _ = posthoc_predictors.fit("platt", SAMPLES, "verbal")
     odd = [
         changed(SAMPLES[0], confidence=None),
         changed(SAMPLES[0], confidence=1.0),
@@ -378,25 +382,25 @@ def test_errors_are_named(tmp_path: Path) -> None:
         (("platt", SAMPLES, "mean"), "it reads verbal, token"),
     ):
         with pytest.raises(UserError, match=message):
-            posthoc.fit(*arguments)
+            posthoc_predictors.fit(*arguments)
     (tmp_path / "bad.npz").write_bytes(b"PK")
     for name in ("bad.npz", "none.npz"):
         with pytest.raises(UserError, match=name):
-            posthoc.Posthoc.load(tmp_path / name)
+            posthoc_predictors.Posthoc.load(tmp_path / name)
 
 
 def test_features_and_entropy() -> None:
     top = np.log(np.array([[0.5, 0.25], [0.75, 0.125]]))
-    found = posthoc.features(top)
+    found = posthoc_predictors.features(top)
     assert found is not None
     assert len(found) == 60
     assert found[:2] == pytest.approx([np.mean(top[:, 0]), np.mean(top[:, 1])], abs=1e-6)
-    assert found[2] == posthoc.LOWEST_LOGPROB
+    assert found[2] == posthoc_predictors.LOWEST_LOGPROB
     assert found[40:42] == pytest.approx(top[1].tolist(), abs=1e-6)
     first = -(0.5 * np.log(0.5) + 2 * 0.25 * np.log(0.25))
     second = -(0.75 * np.log(0.75) + 2 * 0.125 * np.log(0.125))
     assert mean_entropy(top) == pytest.approx((first + second) / 2, abs=1e-12)
-    assert mean_entropy(None) is posthoc.features(None) is None
+    assert mean_entropy(None) is posthoc_predictors.features(None) is None
     assert mean_entropy(np.array([[0.0, -np.inf]])) == pytest.approx(0.0)
 
 
@@ -428,9 +432,9 @@ def test_dcpo_calibrate_fits_and_applies(
     overall = json.loads(capsys.readouterr().out)["overall"]
     assert overall["posthoc"]["ece"] < overall["verbal"]["ece"]
     written = read_samples(tmp_path / "run" / "samples.jsonl")
-    assert [s.measures.posthoc_confidence for s in written] == posthoc.Posthoc.load(out).predict(
-        other
-    )
+    assert [s.measures.posthoc_confidence for s in written] == posthoc_predictors.Posthoc.load(
+        out
+    ).predict(other)
     assert main([*fit, "--source", "nothing", "--out", out]) == 2
 
 
@@ -457,7 +461,7 @@ def test_dcpo_calibrate_fits_and_applies(
 )
 def test_what_is_missing_is_said_in_words(method: str, samples: list[Sample], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        posthoc.fit(method, samples)
+        posthoc_predictors.fit(method, samples)
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.3])
@@ -471,7 +475,10 @@ def test_responses_that_lack_the_inputs_are_counted(
     fit_on_files([str(tmp_path / "samples.jsonl")], str(tmp_path / "c.npz"), options)
 
     def inside(samples: list[Sample]) -> int:
-        return sum(not posthoc.is_held_out(posthoc.problem_of(s), held_out, 0) for s in samples)
+        return sum(
+            not posthoc_predictors.is_held_out(posthoc_predictors.problem_of(s), held_out, 0)
+            for s in samples
+        )
 
     (counts,) = (one.args for one in caplog.records if one.funcName == "_say_left_out")
     assert isinstance(counts, tuple)

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import predictor_file
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from tests.helpers.serving import halving, logistic
 
 

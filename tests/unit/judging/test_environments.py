@@ -15,9 +15,9 @@ from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
-from megatron_dcpo.judging.pool import WorkerNotStarted
-from megatron_dcpo.judging.sources import verifier_of
+from megatron_dcpo.judging.source_verifiers import verifier_of
 from megatron_dcpo.judging.verifiers import check_verifier, digest_of, form_of, is_users, verifiers
+from megatron_dcpo.judging.worker_pool import WorkerNotStarted
 from megatron_dcpo.types import VERIFIER_ERROR, Prompt, Response
 from tests.helpers.environments import LETTERS, STAND_INS, use_stand_ins
 

@@ -16,7 +16,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
 from megatron_dcpo.judging.function_verifier import FunctionVerifier, load_function
 from megatron_dcpo.judging.verdicts import VerifierFailed, check_error_rate
-from megatron_dcpo.training.metrics import verifier_metrics
+from megatron_dcpo.training.step_metrics import verifier_metrics
 from megatron_dcpo.types import VERIFIER_ERROR, Judgement, Prompt, Response
 from tests.helpers.judging import judge_many
 

@@ -38,11 +38,11 @@ from megatron_dcpo.judging.answers import (
     extract_program,
 )
 from megatron_dcpo.judging.blocks import split_text
-from megatron_dcpo.judging.choices import chosen_letter
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.math import plain_text
 from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.judging.option_letters import chosen_letter
 from megatron_dcpo.judging.questions import normalize_triviaqa
 from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.judging.same_program import normal_form

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dcpo.judging import pool as pool_module
 from megatron_dcpo.judging.math.pool import MEMORY_BYTES, VerifierPool
-from megatron_dcpo.judging.pool import STARTS, WorkerNotStarted
+from megatron_dcpo.judging.worker_pool import STARTS, WorkerNotStarted
 
 pytestmark = pytest.mark.slow
 HANGING = ["9^{9^{9^{9}}}", "100000000!", r"\sum_{k=1}^{10000000} \frac{1}{k^2+k+1}"]

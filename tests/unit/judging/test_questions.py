@@ -15,7 +15,7 @@ from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import Attempt
-from megatron_dcpo.judging.choices import chosen_letter
+from megatron_dcpo.judging.option_letters import chosen_letter
 from megatron_dcpo.judging.questions import (
     f1,
     normalize_triviaqa,

@@ -17,8 +17,8 @@ from megatron_dcpo.config import Config, JudgingConfig, as_dict, load_config, to
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.field_types import VerifierChoice, WeightedVerifier, as_written
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.evaluation_run import settings_of
 from megatron_dcpo.evaluation.problems import load_problems
-from megatron_dcpo.evaluation.run import settings_of
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, Attempt, Outcome
 from megatron_dcpo.judging.verdicts import VerifierFailed, check_error_rate
 from megatron_dcpo.judging.verifiers import (
@@ -31,9 +31,9 @@ from megatron_dcpo.judging.verifiers import (
 )
 from megatron_dcpo.judging.weighted import Member, WeightedSum, labels
 from megatron_dcpo.runtime.run_records import today
-from megatron_dcpo.training.metrics import verifier_metrics
 from megatron_dcpo.training.provenance import differences
 from megatron_dcpo.training.sources import load_sources
+from megatron_dcpo.training.step_metrics import verifier_metrics
 from megatron_dcpo.types import VERIFIER_ERROR, Prompt, Response
 from tests.helpers.judging import judge_many
 from tests.helpers.paths import QUICKSTART

@@ -13,7 +13,7 @@ import pytest
 from megatron_dcpo.calibration import abstention_rates
 from megatron_dcpo.cli import main
 from megatron_dcpo.objectives.method import SCORES
-from megatron_dcpo.training.metrics import abstention_metrics
+from megatron_dcpo.training.step_metrics import abstention_metrics
 from megatron_dcpo.types import Judgement
 from tests.helpers.objective_cases import judgement, objective, samples_of
 

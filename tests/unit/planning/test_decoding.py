@@ -15,7 +15,7 @@ from megatron_dcpo.planning.decoding import (
     decoding_steps,
     response_lengths,
 )
-from megatron_dcpo.planning.engine import EngineMemory
+from megatron_dcpo.planning.engine_memory import EngineMemory
 from megatron_dcpo.planning.machine import Rates
 from megatron_dcpo.planning.plan import architecture_of
 

@@ -6,7 +6,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import make_plan
-from megatron_dcpo.planning.report import reshard_facts, reshard_lines
+from megatron_dcpo.planning.plan_tables import reshard_facts, reshard_lines
 from tests.helpers.paths import EXAMPLES
 from tests.helpers.shipped import FAMILIES, MODELS, SHIPPED, model_of
 

@@ -18,8 +18,8 @@ import pytest
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import serving
-from megatron_dcpo.rollout.serving import EngineServer, server_command
+from megatron_dcpo.rollout import server_launch
+from megatron_dcpo.rollout.server_launch import EngineServer, server_command
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.training.run import longest_of
 from megatron_dcpo.weights.table import engine_weight_bytes
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineServer:
-    monkeypatch.setattr(serving, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(server_launch, "_PAUSE_SECONDS", 0.05)
     cores = os.sched_getaffinity(0)
     port = free_port()
     made = EngineServer(
@@ -106,7 +106,9 @@ def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_pat
 def test_the_engines_have_the_devices_behind_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(serving, "capabilities", lambda: SimpleNamespace(separate_memory=True))
+    monkeypatch.setattr(
+        server_launch, "capabilities", lambda: SimpleNamespace(separate_memory=True)
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for own, first, expected in ((None, 6, "6,7"), ("3,4,5,6", 2, "5,6"), (None, 0, "0,1")):
         if own:
@@ -138,7 +140,7 @@ def test_without_a_gpu_the_engines_share_the_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each would take its share of the whole host, and bind to a NUMA node of its own."""
-    monkeypatch.setattr(serving, "host_memory_available", lambda: 64 << 20)
+    monkeypatch.setattr(server_launch, "host_memory_available", lambda: 64 << 20)
     config = load_config(QUICKSTART / "async.yaml")
     shares = []
     for engines in (1, 2, 4):
@@ -184,7 +186,7 @@ def test_the_commands_of_a_launch() -> None:
 def test_a_server_is_told_to_quantize_and_has_room_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "host_memory_available", lambda: 8 << 20)
+    monkeypatch.setattr(server_launch, "host_memory_available", lambda: 8 << 20)
     options = ["model.params_dtype=bf16", "objective.tis_level=token"]
     plain = server_command(load_config(QUICKSTART / "async.yaml", options), 1, 48)
     options.append("rollout.vllm.quantization=fp8_per_block")
@@ -220,7 +222,7 @@ def test_a_launcher_starts_one_of_several_servers() -> None:
 
 
 def test_servers_of_several_nodes_have_logs_of_their_own() -> None:
-    names = [serving.log_name(f"http://{host}:1/v1") for host in ("a", "b", "localhost")]
+    names = [server_launch.log_name(f"http://{host}:1/v1") for host in ("a", "b", "localhost")]
     assert names == ["engines-a.log", "engines-b.log", "engines.log"]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dcpo.data.prompts import confidence_instruction
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from megatron_dcpo.serving.calibrator import Calibrator, check_models, load_calibrator
 from megatron_dcpo.serving.scorer import choose_threshold
 from tests.helpers.serving import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.serving.calibrator import load_calibrator
 from megatron_dcpo.serving.scorer import Scorer

@@ -8,7 +8,7 @@ import torch
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.runtime import device
-from megatron_dcpo.training import metrics
+from megatron_dcpo.training import step_metrics
 from megatron_dcpo.weights.arithmetic import sequence_flops
 from megatron_dcpo.weights.layout import Layout
 from tests.helpers.paths import REPOSITORY
@@ -37,9 +37,9 @@ def test_utilization_of_the_training_phase(monkeypatch):
     policy = SimpleNamespace(arch=arch, layout=layout, topology=SimpleNamespace(world_size=8))
     samples = [SimpleNamespace(length=2000)] * 16
     timers = SimpleNamespace(seconds={"train": 2.0})
-    assert metrics.utilization(policy, samples, timers) == {}, "nothing on the CPU"
-    monkeypatch.setattr(metrics, "peak_tflops", lambda: 989.0)
-    found = metrics.utilization(policy, samples, timers)
+    assert step_metrics.utilization(policy, samples, timers) == {}, "nothing on the CPU"
+    monkeypatch.setattr(step_metrics, "peak_tflops", lambda: 989.0)
+    found = step_metrics.utilization(policy, samples, timers)
     # 6 x parameters x tokens, and attention; over 2 s, 8 GPUs
     parameters = 8.19e9 - 151_936 * 4096  # without the embedding, which multiplies nothing
     attention = 3 * 36 * 2 * 4096 * 2000
@@ -49,4 +49,4 @@ def test_utilization_of_the_training_phase(monkeypatch):
     assert found["tflops/train"] == pytest.approx(
         3 * sequence_flops(arch, layout, tokens=32_000, length=2000) / 2.0 / 8 / 1e12
     )
-    assert metrics.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
+    assert step_metrics.utilization(policy, samples, SimpleNamespace(seconds={})) == {}

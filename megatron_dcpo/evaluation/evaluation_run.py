@@ -28,14 +28,14 @@ from megatron_dcpo.evaluation.evaluate import (
 from megatron_dcpo.evaluation.fit_record import fitted_on_of
 from megatron_dcpo.evaluation.foreign import has_verdicts_of_ours, read_any
 from megatron_dcpo.evaluation.model_files import files_of
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from megatron_dcpo.evaluation.problems import (
     Problems,
     judge_of,
     judges_programs,
     load_problems,
 )
-from megatron_dcpo.evaluation.programs import read_tests, write_tests
+from megatron_dcpo.evaluation.program_tests import read_tests, write_tests
 from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
 from megatron_dcpo.evaluation.results import write_evaluation
 from megatron_dcpo.evaluation.run_description import SAMPLING
@@ -50,7 +50,12 @@ from megatron_dcpo.evaluation.samples import (
     settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.judging.sources import GYM_VERIFIER, check_rollouts, find_source, verifier_of
+from megatron_dcpo.judging.source_verifiers import (
+    GYM_VERIFIER,
+    check_rollouts,
+    find_source,
+    verifier_of,
+)
 from megatron_dcpo.judging.verdicts import check_error_rate
 from megatron_dcpo.judging.verifier_kind import PackedTests
 from megatron_dcpo.judging.verifiers import (

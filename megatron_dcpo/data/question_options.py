@@ -18,7 +18,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_dcpo.data.files import Row
+from megatron_dcpo.data.row_files import Row
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import parse_json
 

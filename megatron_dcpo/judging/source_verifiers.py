@@ -44,7 +44,7 @@ def verifier_of(source: SourceConfig, judging: JudgingConfig) -> VerifierChoice:
 def path_of(source: SourceConfig) -> str:
     """Return the path of a source, with its options if a library makes or brings its problems."""
     if is_gym(source.path) or is_environment(source.path):
-        with_options = load_part("megatron_dcpo.data.gym:gym_path")
+        with_options = load_part("megatron_dcpo.data.gym_tasks:gym_path")
         return str(with_options(source.path, source.options, source.size, source.seed))
     return source.path
 
