@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from megatron_dcpo.cli import VERBS, positive_int
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
-from megatron_dcpo.serving.arguments import add_scoring_arguments
+from megatron_dcpo.serving.scoring_options import add_scoring_arguments
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.serving.limits import ServeLimits
+    from megatron_dcpo.serving.bounds import Bounds
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,10 @@ _OBJECTS = 50_000  # that are made before the garbage collector looks at them
 _TURN_SECONDS = 0.001
 _MB = 1 << 20
 # name, default and help of what is limited
-_LIMITS = (
+_BOUNDS = (
     ("max-request-mb", 16, "size of a request"),
     ("max-reply-mb", 32, "size of an answer that is read, and of a stream that is scored"),
-    ("max-concurrent", 512, "requests that are passed on at a time"),
-    ("max-waiting", 1024, "requests that wait; more have the status 429"),
+    ("max-concurrent", 1024, "requests at a time; more have the status 429"),
     ("client-seconds", 20, "time for the head of a request; its body has three times as long"),
     ("grace", 10, "seconds that answers go on for when the server is ended"),
 )
@@ -44,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Pass requests on to an OpenAI-compatible server, and add to each choice of "
         "its answers confidence, confidence_raw and confidence_source. What cannot be computed is "
         "null, and confidence_reason says why. The page at / asks a question, /metrics is for "
-        "Prometheus, /feedback takes verdicts (docs/serve.md).",
+        "Prometheus (docs/serve.md).",
     )
     parser.add_argument(
         "--endpoint",
@@ -66,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "with --api-key-file all requests are sent with it (default OPENAI_API_KEY)",
     )
     _add_access_arguments(parser)
-    _add_limit_arguments(parser)
+    _add_bound_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -85,8 +84,8 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, default, words in _LIMITS:
+def _add_bound_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, default, words in _BOUNDS:
         parser.add_argument(
             f"--{name}",
             type=positive_int,
@@ -102,13 +101,12 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.runtime.http_json import without_password
     from megatron_dcpo.runtime.local_names import is_loopback
     from megatron_dcpo.runtime.served_models import check_address, list_models
-    from megatron_dcpo.serving.access import Access, read_keys
-    from megatron_dcpo.serving.calibrator import check_models
-    from megatron_dcpo.serving.forward import Forward
-    from megatron_dcpo.serving.middleware import ConfidenceMiddleware
-    from megatron_dcpo.serving.options import names_of, scorer_of
+    from megatron_dcpo.serving.access import guarded, read_keys
+    from megatron_dcpo.serving.calibrator import check_models, names_of
+    from megatron_dcpo.serving.middleware import service_of
+    from megatron_dcpo.serving.proxy import proxy_app
+    from megatron_dcpo.serving.scoring_options import scorer_of
     from megatron_dcpo.serving.server import Timeouts, server_of
-    from megatron_dcpo.serving.service import build_service
 
     check_address(args.endpoint)
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
@@ -120,13 +118,12 @@ def run(args: argparse.Namespace) -> int:
     names = names_of(rows)
     if scorer.calibrator is not None:
         check_models(scorer.calibrator, args.calibrator, names)
-    limits = _limits(args)
-    service = build_service(scorer, CollectorRegistry(), names, limits=limits, example=args.example)
-    forward = Forward(args.endpoint, limits, api_key if keys else None)
-    app = ConfidenceMiddleware(forward, service)
-    guarded = Access(app, is_local=is_loopback(args.host), keys=keys)
+    registry = CollectorRegistry()
+    service = service_of(scorer, registry, names, _bounds(args))
+    app = proxy_app(args.endpoint, service, registry, api_key if keys else None, args.example)
     listening = _listen(args.host, args.port)
-    server = server_of(guarded, service.ending, args.grace, Timeouts(head=args.client_seconds))
+    timeouts = Timeouts(head=args.client_seconds)
+    server = server_of(guarded(app, is_loopback(args.host), keys), args.grace, timeouts)
     host, port = listening.getsockname()[:2]
     endpoint = without_password(args.endpoint)
     print(
@@ -160,16 +157,14 @@ def _check_reach(args: argparse.Namespace, is_local: bool) -> None:
     )
 
 
-def _limits(args: argparse.Namespace) -> ServeLimits:
-    from megatron_dcpo.serving.limits import ServeLimits
+def _bounds(args: argparse.Namespace) -> Bounds:
+    from megatron_dcpo.serving.bounds import Bounds
 
-    return ServeLimits(
+    return Bounds(
         request_bytes=args.max_request_mb * _MB,
         reply_bytes=args.max_reply_mb * _MB,
-        event_bytes=min(args.max_reply_mb, 16) * _MB,
         body_seconds=3 * args.client_seconds,
         concurrent=args.max_concurrent,
-        waiting=args.max_waiting,
     )
 
 

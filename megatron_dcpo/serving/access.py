@@ -9,67 +9,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.asgi import App, Message, Receive, Send
-from megatron_dcpo.runtime.local_names import is_local_host, is_same_origin
-from megatron_dcpo.serving.relaying import send_error
+from megatron_dcpo.runtime.local_names import is_same_origin
+from megatron_dcpo.serving.exchange import send_error
 
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-_BEARER = b"bearer "
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
+_BEARER = "bearer "
 _SHORTEST_KEY = 8
 
 
-@dataclass(frozen=True)
-class Access:
-    """``app`` gets the requests that are allowed. With ``is_local`` those alone that name this
-    machine in ``Host``; with ``keys`` those alone that have one of them, which is taken off.
+def guarded(app: App, is_local: bool = True, keys: Sequence[bytes] = ()) -> App:
+    """Return an application that gets the requests that are allowed. With ``is_local`` those alone
+    that name this machine in ``Host``; with ``keys`` those alone that have one, which is taken off.
     """
+    hosts = _THIS_MACHINE if is_local else ("*",)
+    return TrustedHostMiddleware(_Access(app, keys), hosts, www_redirect=False)
 
+
+@dataclass(frozen=True)
+class _Access:
     app: App
-    is_local: bool = True
-    keys: Sequence[bytes] = ()
+    keys: Sequence[bytes]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        status, words = self._refusal(scope)
-        if status:
-            await send_error(send, status, words)
-            return
-        if self.keys:
-            headers = [one for one in scope["headers"] if one[0] != b"authorization"]
-            scope = {**scope, "headers": headers}
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and not is_same_origin(origin, headers.get("host", "")):
+                await send_error(send, 403, "a page of another origin may not ask")
+                return
+            if self.keys:
+                if not self._has_key(headers.get("authorization", "")):
+                    await send_error(send, 401, "the request has no key of --api-key-file")
+                    return
+                rest = [one for one in scope["headers"] if one[0] != b"authorization"]
+                scope = {**scope, "headers": rest}
         await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Message) -> tuple[int, str]:
-        """Return status and words for a request that is not allowed, (0, "") for another one."""
-        if scope["method"] not in _METHODS:
-            return 405, "this method is not passed on"
-        hosts = _values(scope, b"host")
-        if len(hosts) != 1:
-            return 400, "a request names one host"
-        if self.is_local and not is_local_host(hosts[0]):
-            return 403, "ask for 127.0.0.1 or localhost"
-        origins = _values(scope, b"origin")
-        if origins and not all(is_same_origin(one, hosts[0]) for one in origins):
-            return 403, "a page of another origin may not ask"
-        if self.keys and not self._has_key(scope):
-            return 401, "the request has no key of --api-key-file"
-        return 0, ""
-
-    def _has_key(self, scope: Message) -> bool:
+    def _has_key(self, given: str) -> bool:
         """Return whether a request has one of the keys; all are compared, in constant time."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or given[0][: len(_BEARER)].lower() != _BEARER:
+        if not given.lower().startswith(_BEARER):
             return False
-        key = given[0][len(_BEARER) :].strip()
+        key = given[len(_BEARER) :].strip().encode("latin-1")
         matches = [hmac.compare_digest(key, one) for one in self.keys]
         return any(matches)
-
-
-def _values(scope: Message, wanted: bytes) -> list[str]:
-    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
 
 
 def read_keys(path: str) -> tuple[bytes, ...]:

@@ -1,5 +1,5 @@
 """What a client asks, and what is asked of the upstream for it: the log-probs that a confidence is
-computed from, which the answer to the client does not show.
+computed from, which are taken out again of whatever the upstream sends, in any form.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_dcpo.serving import exact_json
 from megatron_dcpo.serving.calibrator import Calibrator, Names
+from megatron_dcpo.serving.json_text import objects_in, read_json
 
 Api = Literal["chat", "completions"]
 PATHS: Mapping[str, Api] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+# what the names have in common under which servers keep log-probs: logprobs, cumulative_logprob,
+# output_token_logprobs, completion_probabilities
+_LOGGED = ("logprob", "probabilit")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def read_body(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a body. Raises ValueError, with one clear line, for anything
     else.
     """
-    body = exact_json.loads(content)
+    body = read_json(content)
     if not isinstance(body, dict):
         raise ValueError(f"it is of the type {type(body).__name__}")
     return body
@@ -120,7 +123,50 @@ def _labels(body: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in metadata.items()}
 
 
-def list_of(values: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the list under a name, an empty one if there is none."""
-    found = values.get(name)
-    return found if isinstance(found, list) else []
+def hide_logprobs(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever JSON holds
+    """Take from a reply, a chunk or a choice the log-probs for which the client did not ask,
+    wherever they stand.
+    """
+    if not asked.adds_logprobs:
+        return
+    for one in objects_in(value):
+        if asked.shows_logprobs:
+            _cut_alternatives(one, asked)
+        else:
+            one.update({name: None for name in one if _is_logged(name)})
+
+
+def _is_logged(name: str) -> bool:
+    """Return whether log-probs stand under a name."""
+    plain = name.lower().replace("_", "").replace("-", "")
+    return any(part in plain for part in _LOGGED)
+
+
+def _cut_alternatives(holder: dict[str, Any], asked: Asked) -> None:
+    """Leave as many of the largest log-probs of each token as the client asked for."""
+    if "top_logprobs" not in holder:
+        return
+    found = holder["top_logprobs"]
+    if not isinstance(found, list):
+        holder["top_logprobs"] = None
+    elif asked.api == "chat":
+        holder["top_logprobs"] = found[: asked.shown_tops]
+    else:
+        tokens = holder.get("tokens")
+        if not isinstance(tokens, list):
+            tokens = []
+        rows = []
+        for position, top in enumerate(found):
+            sampled = tokens[position] if position < len(tokens) else None
+            rows.append(_largest(top, asked.shown_tops, sampled))
+        holder["top_logprobs"] = rows or None
+
+
+def _largest(top: object, count: int, sampled: object) -> object:
+    """Return the ``count`` largest log-probs of a token, and that of the sampled one."""
+    if not isinstance(top, dict):
+        return None
+    numbers = [token for token in top if isinstance(top[token], int | float)]
+    ordered = sorted(numbers, key=lambda token: -top[token])
+    kept = set(ordered[:count])
+    return {token: value for token, value in top.items() if token in kept or token == sampled}

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn
 from megatron_dcpo.evaluation.posthoc_predictors import TOP_LOGPROBS, Posthoc, task_column
+from megatron_dcpo.runtime.served_models import ModelRow
 
 # the names under which an upstream knows each of its models
 Names = Mapping[str, Sequence[str]]
@@ -139,6 +140,20 @@ def load_calibrator(path: str | Path, accept_mismatch: bool = False) -> Calibrat
             f"({', '.join(record.fitted_on.markers)}); fit one for each"
         )
     return Calibrator(predictor, record.fitted_on)
+
+
+def names_of(rows: Sequence[ModelRow]) -> Names:
+    """Return the names of each model that an upstream lists: its id, and vLLM's ``root``, which is
+    the directory or the name on the hub.
+    """
+    names = {}
+    for row in rows:
+        known = [row["id"]]
+        root = row.get("root")
+        if isinstance(root, str) and root not in known:
+            known.append(root)
+        names[row["id"]] = known
+    return names
 
 
 def check_models(calibrator: Calibrator, path: str, names: Names) -> None:

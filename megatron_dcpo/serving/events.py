@@ -12,41 +12,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DONE = "[DONE]"
-_FIELDS = ("event", "data", "id", "retry")
+_FIELDS = ("event", "id", "retry")  # besides the data; readers ignore others, which are left out
 
 
 @dataclass(frozen=True)
 class Event:
-    """``data`` is None in an event that only names an id or a time; ``id`` and ``name`` are None if
-    the event has no such field. A comment is no event, and has ``comment`` alone.
+    """``data`` is None in an event that has none: a comment, an id, a time. ``lines`` are all
+    other fields, as they came.
     """
 
     data: str | None = None
-    name: str | None = None
-    id: str | None = None
-    retry: str | None = None
-    comment: str | None = None
+    lines: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
         """Return the event as it is sent."""
-        lines = []
-        if self.comment is not None:
-            lines.append(f": {self.comment}")
-        if self.name is not None:
-            lines.append(f"event: {self.name}")
-        if self.id is not None:
-            lines.append(f"id: {self.id}")
-        if self.retry is not None:
-            lines.append(f"retry: {self.retry}")
+        lines = list(self.lines)
         if self.data is not None:
             lines += [f"data: {line}" for line in self.data.split("\n")]
         text = "\n".join(lines) + "\n\n"
         return text.encode("utf-8", "surrogateescape")
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether it says that the stream is complete."""
-        return self.data is not None and self.data.strip() == DONE
 
 
 class EventTooLongError(ValueError):
@@ -62,65 +46,43 @@ class EventDecoder:
         self.longest = longest
         utf8 = codecs.getincrementaldecoder("utf-8-sig")(errors="surrogateescape")
         self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
-        self._line: list[str] = []  # the pieces of a line that has no end yet
+        self._begun: list[str] = []  # the pieces of a line that has no end yet
+        self._lines: list[str] = []
         self._data: list[str] = []
-        self._fields: dict[str, str] = {}
         self._size = 0  # of the event that is not complete yet
-
-    @property
-    def is_amid(self) -> bool:
-        """Return whether an event has begun that is not complete."""
-        return bool(self._line or self._data or self._fields)
 
     def feed(self, piece: bytes, is_last: bool = False) -> Iterator[Event]:
         """Yield the events that a piece completes; the last piece completes the last one. Raises
         :class:`EventTooLongError`.
         """
         lines = self._decoder.decode(piece, final=is_last).split("\n")
+        if is_last:
+            lines += ["", ""]
         for rest in lines[:-1]:
             self._grow(rest)
-            line = "".join(self._line)
-            self._line = []
+            line = "".join(self._begun)
+            self._begun = []
             yield from self._read(line)
         self._grow(lines[-1])
-        if is_last and self.is_amid:
-            line = "".join(self._line)
-            self._line = []
-            if line:
-                yield from self._read(line)
-            yield from self._read("")
 
     def _grow(self, text: str) -> None:
         self._size += len(text)
         if self._size > self.longest:
-            raise EventTooLongError(f"an event of more than {self.longest} characters")
+            raise EventTooLongError(f"the upstream sends an event of over {self.longest} bytes")
         if text:
-            self._line.append(text)
+            self._begun.append(text)
 
     def _read(self, line: str) -> Iterator[Event]:
-        """Take a line; an empty one completes an event."""
-        if not line:
-            yield from self._completed()
-            return
-        if line.startswith(":"):
-            yield Event(comment=line[1:].removeprefix(" "))
-            self._size -= len(line)
-            return
+        """Take a line; a comment is passed on at once, and an empty line completes an event."""
         name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
         if name == "data":
-            self._data.append(value)
+            self._data.append(value.removeprefix(" "))
+        elif line.startswith(":"):
+            self._size -= len(line)
+            yield Event(lines=(line,))
         elif name in _FIELDS:
-            self._fields[name] = value
-
-    def _completed(self) -> Iterator[Event]:
-        data, fields = self._data, self._fields
-        self._data, self._fields, self._size = [], {}, 0
-        if not data and not fields:
-            return
-        yield Event(
-            data="\n".join(data) if data else None,
-            name=fields.get("event"),
-            id=fields.get("id"),
-            retry=fields.get("retry"),
-        )
+            self._lines.append(line)
+        elif not line and (self._data or self._lines):
+            data = "\n".join(self._data) if self._data else None
+            yield Event(data, tuple(self._lines))
+            self._data, self._lines, self._size = [], [], 0

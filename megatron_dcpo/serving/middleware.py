@@ -1,14 +1,20 @@
 """The ASGI middleware that puts a confidence into the answers of the application that it wraps: the
 forwarder of ``dcpo serve``, or vLLM's own server (``--middleware
-megatron_dcpo.serving.middleware.ConfidenceMiddleware``).
+megatron_dcpo.serving.middleware.ConfidenceMiddleware``). ``_answer`` is the way of one request.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
+import shlex
 import time
-from typing import Any
+from dataclasses import dataclass, field
 
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.asgi import (
     App,
     BadRequestError,
@@ -18,153 +24,178 @@ from megatron_dcpo.runtime.asgi import (
     Send,
     whole_body,
 )
-from megatron_dcpo.serving.answering import ServedAnswer
 from megatron_dcpo.serving.asking import PATHS, Asked, ask, read_body
-from megatron_dcpo.serving.limits import TooManyError
-from megatron_dcpo.serving.relaying import UpstreamError, received, send_error
-from megatron_dcpo.serving.replies import Score
-from megatron_dcpo.serving.scorer import Scored
-from megatron_dcpo.serving.service import Service
+from megatron_dcpo.serving.bounds import Bounds, Gate
+from megatron_dcpo.serving.calibrator import Names
+from megatron_dcpo.serving.counters import Counters
+from megatron_dcpo.serving.events import EventTooLongError
+from megatron_dcpo.serving.exchange import (
+    UpstreamError,
+    UpstreamReply,
+    exchange,
+    send_body,
+    send_error,
+    send_head,
+)
+from megatron_dcpo.serving.json_text import compact
+from megatron_dcpo.serving.scorer import Scorer
+from megatron_dcpo.serving.scoring_options import add_scoring_arguments, scorer_of
+from megatron_dcpo.serving.stream import Stream
+from megatron_dcpo.serving.whole_reply import NotHiddenError, Scoring, scored_reply
 
-_MANY_ROWS = 5000  # tokens from which on a choice is scored in another thread
+ENVIRONMENT = "DCPO_SERVE"
+_NO_BOUND = 1 << 60
+# with which a server refuses an option that it does not have
+_REFUSALS = (400, 404, 422, 501)
+_EVENTS = b"text/event-stream"
 _LEFT = 499  # the client has gone
+_BROKEN = 502
+_ENDING = 503
+_ENDS = "the server is ending"  # which cancels requests under way
+
+
+@dataclass(frozen=True)
+class Service:
+    """How choices are scored, where that is counted, under which names the upstream knows its
+    models, and how much is taken.
+    """
+
+    scorer: Scorer
+    counters: Counters
+    names: Names = field(default_factory=dict)
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+def service_of(
+    scorer: Scorer,
+    registry: CollectorRegistry,
+    names: Names | None = None,
+    bounds: Bounds | None = None,
+) -> Service:
+    """Return a service that counts in a registry."""
+    fitted = None
+    if scorer.calibrator is not None and scorer.calibrator.record is not None:
+        fitted = scorer.calibrator.record.counts
+    return Service(scorer, Counters(registry, fitted), names or {}, bounds or Bounds())
+
+
+def service_from_environment() -> Service:
+    """Return the service of a middleware inside vLLM, whose metrics stand among the server's.
+    Raises :class:`UserError`, or exits with a usage line, for wrong options.
+    """
+    parser = argparse.ArgumentParser(prog=ENVIRONMENT)
+    add_scoring_arguments(parser)
+    args = parser.parse_args(shlex.split(os.environ.get(ENVIRONMENT, "")))
+    # how many requests it takes at a time is the server's affair
+    bounds = Bounds(concurrent=_NO_BOUND, held_bytes=_NO_BOUND)
+    return service_of(scorer_of(args), REGISTRY, bounds=bounds)
 
 
 class ConfidenceMiddleware:
     """Asks ``app`` for what confidences are computed from and puts them into its answers. Requests
-    for other paths reach it unchanged, but for those that ``service`` answers itself.
+    for other paths reach it unchanged.
     """
 
     def __init__(self, app: App, service: Service | None = None) -> None:
-        if service is None:
-            from megatron_dcpo.serving.options import service_from_environment
-
-            service = service_from_environment()
         self.app = app
-        self.service = service
+        self.service = service or service_from_environment()
+        self.gate = Gate(self.service.bounds)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        is_http = scope["type"] == "http"
+        if not is_http or scope["path"] not in PATHS or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        path = scope["path"]
-        if path in self.service.paths:
-            await self._own_page(scope, receive, send)
-        elif path in PATHS and scope["method"] == "POST":
-            await self._answer(scope, receive, send)
-        else:
-            await self._pass(scope, receive, send)
-
-    async def _own_page(self, scope: Message, receive: Receive, send: Send) -> None:
-        limits = self.service.limits
+        begun = time.perf_counter()
+        status = _LEFT
         try:
-            content = await whole_body(receive, limits.feedback_bytes, limits.body_seconds)
-            await self.service.pages(scope, received(content, receive), send)
+            status = await self._answer(scope, receive, send)
         except ClientLeftError:
             pass
         except BadRequestError as error:
-            await send_error(send, error.status, str(error))
-
-    async def _pass(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Let the application answer as it is. After a broken answer nothing more is sent, so that
-        the server closes the connection.
-        """
-        started = False
-
-        async def noticed(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        service = self.service
-        limits = service.limits
-        try:
-            async with service.gate.admitted(receive) as body:
-                if service.is_proxy:
-                    # a place is for a request whose body has come: slow ones take none
-                    content = await whole_body(body, limits.request_bytes, limits.body_seconds)
-                    body = received(content, receive)
-                async with service.gate.passed(), service.ending.watched():
-                    await self.app(scope, body, noticed)
-        except ClientLeftError:
-            pass
-        except (BadRequestError, TooManyError, UpstreamError) as error:
-            if not started:
-                await send_error(send, _status_of(error), str(error))
-
-    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request for completions."""
-        begun = time.perf_counter()
-        service = self.service
-        limits = service.limits
-        status = _LEFT
-        try:
-            async with service.gate.admitted(receive) as body:
-                content = await whole_body(body, limits.request_bytes, limits.body_seconds)
-                asked = self._asked(content, scope["path"])
-                async with service.gate.passed():
-                    status = await self._exchange(asked, scope, receive, send)
-        except ClientLeftError:
-            pass
-        except (BadRequestError, TooManyError, UpstreamError) as error:
-            status = _status_of(error)
+            status = error.status
             await send_error(send, status, str(error))
+        except UpstreamError as error:
+            status = _BROKEN
+            await send_error(send, status, str(error))
+        except asyncio.CancelledError:
+            status = _ENDING
+            await send_error(send, status, _ENDS)
         finally:
-            seconds = time.perf_counter() - begun
-            service.metrics.request(scope["path"], status, seconds)
+            self.service.counters.request(scope["path"], status, time.perf_counter() - begun)
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> int:
+        """Answer a request, and return the status. One that is refused only because log-probs were
+        asked for is sent again as the client made it.
+        """
+        bounds = self.service.bounds
+        async with self.gate.admitted(receive) as body:
+            content = await whole_body(body, bounds.request_bytes, bounds.body_seconds)
+            asked = self._asked(content, scope["path"])
+            async with exchange(self.app, scope, receive, compact(asked.sent)) as reply:
+                if reply.status not in _REFUSALS or not asked.adds_logprobs:
+                    return await self._pass(asked, reply, send)
+                words = await reply.whole(bounds.reply_bytes)
+            refusal = one_line(words.decode(errors="replace"), 200)
+            asked = asked.without_logprobs(f"no_logprobs: the upstream refuses them ({refusal})")
+            async with exchange(self.app, scope, receive, compact(asked.sent)) as reply:
+                return await self._pass(asked, reply, send)
 
     def _asked(self, content: bytes, path: str) -> Asked:
-        service = self.service
         try:
             body = read_body(content)
         except ValueError as error:
-            words = f"the body is not a JSON object: {error}"
-            raise BadRequestError(words) from None
-        asked = ask(body, PATHS[path], service.scorer.calibrator, service.names)
-        reason = service.refusals.reason(asked) if asked.adds_logprobs else ""
-        return asked.without_logprobs(reason) if reason else asked
+            raise BadRequestError(f"the body is not a JSON object: {error}") from None
+        return ask(body, PATHS[path], self.service.scorer.calibrator, self.service.names)
 
-    async def _exchange(self, asked: Asked, scope: Message, receive: Receive, send: Send) -> int:
-        """Send a request on and its answer back; return the status. A request that is refused only
-        because log-probs were asked for is sent again as the client made it.
+    async def _pass(self, asked: Asked, reply: UpstreamReply, send: Send) -> int:
+        """Pass an answer on, whole or as a stream: that is seen from its first character, whatever
+        its header says.
         """
-        answer = ServedAnswer(self.service, asked, self._score(asked), send)
-        await answer.of(self.app, scope, receive)
-        if answer.refused is None:
-            return answer.status
-        reason = f"no_logprobs: the upstream refuses log-probs ({answer.why_refused})"
-        plain_asked = asked.without_logprobs(reason)
-        plain = ServedAnswer(self.service, plain_asked, self._score(plain_asked), send)
-        await plain.of(self.app, scope, receive)
-        if plain.status == 200:
-            self.service.refusals.remember(asked, reason)
-        return plain.status
+        if reply.header(b"content-encoding") not in (b"", b"identity"):
+            raise UpstreamError("the upstream compresses its answer, which it was asked not to do")
+        service = self.service
+        scoring = Scoring(asked, service.scorer, service.counters.choice, service.bounds)
+        first = await reply.first_character(service.bounds.reply_bytes)
+        may_stream = asked.body.get("stream") or reply.header(b"content-type").startswith(_EVENTS)
+        if reply.status == 200 and may_stream and first not in (b"{", b"["):
+            return await self._pass_stream(scoring, reply, send)
+        content = await reply.whole(service.bounds.reply_bytes)
+        try:
+            if reply.status == 200 or b"logprob" in content:
+                content = await asyncio.to_thread(scored_reply, content, scoring)
+        except NotHiddenError as error:
+            raise UpstreamError(f"HTTP {reply.status}: {error}") from None
+        headers = reply.headers_of_changed()
+        headers.append((b"content-length", str(len(content)).encode()))
+        await send_head(send, reply.status, headers)
+        await send_body(send, content)
+        return reply.status
 
-    def _score(self, asked: Asked) -> Score:
-        """Return how the choices of a request are scored."""
-        scorer = self.service.scorer
-
-        async def score(choice: dict[str, Any], unreadable: str) -> Scored:
-            if unreadable:
-                return scorer.unread(asked, choice, unreadable)
-            if _row_count(choice) > _MANY_ROWS:
-                return await asyncio.to_thread(scorer.score, asked, choice)
-            return scorer.score(asked, choice)
-
-        return score
-
-
-def _row_count(choice: dict[str, Any]) -> int:
-    """Return how many tokens of a choice have log-probs."""
-    logged = choice.get("logprobs")
-    if not isinstance(logged, dict):
-        return 0
-    rows = logged.get("content") or logged.get("token_logprobs")
-    return len(rows) if isinstance(rows, list) else 0
-
-
-def _status_of(error: Exception) -> int:
-    """Return the status with which an error is answered."""
-    if isinstance(error, BadRequestError | UpstreamError):
-        return error.status
-    return 429
+    async def _pass_stream(self, scoring: Scoring, reply: UpstreamReply, send: Send) -> int:
+        """Pass the events of a stream on. After its head an error can only be said in an event."""
+        headers = [one for one in reply.headers_of_changed() if one[0] != b"content-type"]
+        kind = reply.header(b"content-type")
+        if not kind.startswith(_EVENTS):
+            kind = _EVENTS
+        await send_head(send, reply.status, [*headers, (b"content-type", kind)])
+        stream = Stream(scoring)
+        try:
+            async for piece in reply.pieces():
+                if content := await stream.feed(piece):
+                    await send_body(send, content, is_last=False)
+            rest = await stream.end()
+        except ClientLeftError:
+            if not stream.is_complete:
+                raise
+            return reply.status
+        except (EventTooLongError, UpstreamError) as error:
+            rest = await stream.broken(str(error))
+        except asyncio.CancelledError:
+            rest = await stream.broken(_ENDS)
+        except Exception as error:
+            words = f"the server failed in the middle of its answer ({type(error).__name__})"
+            await send_body(send, await stream.broken(words))
+            raise
+        await send_body(send, rest)
+        return _BROKEN if stream.is_broken else reply.status

@@ -89,14 +89,18 @@ class Scorer:
         """Return what the confidence is: ``stated``, or the predictor."""
         return "stated" if self.calibrator is None else self.calibrator.name
 
-    def score(self, asked: Asked, choice: Mapping[str, Any]) -> Scored:
-        """Return the confidence of a whole choice, with its log-probs."""
+    def score(self, asked: Asked, choice: Mapping[str, Any], unreadable: str = "") -> Scored:
+        """Return the confidence of a whole choice, with its log-probs; none if a part of it was
+        ``unreadable``, for a reason.
+        """
         try:
             _check_rows(choice)
             sample = self._sample(asked, choice)
         except UNREADABLE as error:
             return self._none(f"unreadable: {type(error).__name__}")
         has_block = sample.judgement.status == "ok"
+        if unreadable:
+            return self._none(f"unreadable: {unreadable}", has_block=has_block)
         raw = self._raw(sample)
         reason = asked.refusal or self._missing(asked, choice, sample)
         if reason:
@@ -184,13 +188,6 @@ class Scorer:
             return _finite(self.calibrator.predictor.predict([sample])[0])
         except UserError:
             return None
-
-    def unread(self, asked: Asked, choice: Mapping[str, Any], why: str) -> Scored:
-        """Return what is known of a choice of which a part could not be read: no confidence, and
-        whether its text ends with a confidence block.
-        """
-        scored = self.score(asked, choice)
-        return self._none(f"unreadable: {why}", has_block=scored.has_block)
 
     def shown(self, text: str, asked: Asked, scored: Scored) -> str:
         """Return the text of an answer as the client gets it.

@@ -17,10 +17,9 @@ from megatron_dcpo.data.prompts import confidence_instruction
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn, instruction
 from megatron_dcpo.evaluation.posthoc_predictors import Posthoc
 from megatron_dcpo.serving.calibrator import Calibrator
-from megatron_dcpo.serving.forward import Forward
-from megatron_dcpo.serving.middleware import ConfidenceMiddleware
+from megatron_dcpo.serving.middleware import Service, service_of
+from megatron_dcpo.serving.proxy import proxy_app
 from megatron_dcpo.serving.scorer import Scorer
-from megatron_dcpo.serving.service import Service, build_service
 from tests.helpers.upstream import Served, Upstream
 
 FITTED_ON = FittedOn(
@@ -96,7 +95,7 @@ class Proxied:
 def proxied(scorer: Scorer, upstream: Upstream | None = None, **names: Any) -> Iterator[Proxied]:
     upstream = upstream or Upstream()
     with Served(upstream.app) as behind:
-        service = build_service(scorer, CollectorRegistry(), **names)
-        app = ConfidenceMiddleware(Forward(behind.url), service)
-        with Served(app) as at:
+        registry = CollectorRegistry()
+        service = service_of(scorer, registry, **names)
+        with Served(proxy_app(behind.url, service, registry)) as at:
             yield Proxied(upstream, service, at, behind)

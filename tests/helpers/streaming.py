@@ -11,10 +11,10 @@ from typing import Any
 import httpx2
 
 from megatron_dcpo.serving.asking import Asked
-from megatron_dcpo.serving.limits import ServeLimits
-from megatron_dcpo.serving.replies import Scoring, scored_reply
+from megatron_dcpo.serving.bounds import Bounds
 from megatron_dcpo.serving.scorer import Scored, Scorer
-from megatron_dcpo.serving.streams import Stream
+from megatron_dcpo.serving.stream import Stream
+from megatron_dcpo.serving.whole_reply import Scoring, scored_reply
 
 # of the confidence
 FIELDS = (
@@ -23,21 +23,16 @@ FIELDS = (
 )
 
 
-def scoring_with(scorer: Scorer, asked: Asked, **limits: Any) -> Scoring:
-    async def score(choice: dict[str, Any], unreadable: str) -> Scored:
-        if unreadable:
-            return scorer.unread(asked, choice, unreadable)
-        return scorer.score(asked, choice)
+def scoring_with(scorer: Scorer, asked: Asked, **bounds: Any) -> Scoring:
+    def count(scored: Scored) -> None:
+        """Nobody counts."""
 
-    def told(name: str, index: int, scored: Scored) -> None:
-        """Nobody listens."""
-
-    return Scoring(asked, scorer, score, told, ServeLimits(**limits))
+    return Scoring(asked, scorer, count, Bounds(**bounds))
 
 
 def scored_whole(reply: Any, scoring: Scoring) -> Any:
     """A reply that is not streamed, as the client gets it."""
-    return json.loads(asyncio.run(scored_reply(json.dumps(reply).encode(), scoring)))
+    return json.loads(scored_reply(json.dumps(reply).encode(), scoring))
 
 
 def scored_stream(pieces: list[bytes], scoring: Scoring) -> bytes:
@@ -46,7 +41,7 @@ def scored_stream(pieces: list[bytes], scoring: Scoring) -> bytes:
     async def all_of_them() -> bytes:
         stream = Stream(scoring)
         out = [await stream.feed(piece) for piece in pieces]
-        return b"".join([*out, await stream.feed(b"", is_last=True)])
+        return b"".join([*out, await stream.end()])
 
     return asyncio.run(all_of_them())
 

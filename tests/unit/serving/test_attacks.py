@@ -10,35 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from megatron_dcpo.serving.asking import Asked
-from megatron_dcpo.serving.hiding import hide_logprobs
-from megatron_dcpo.serving.limits import Gate, ServeLimits, TooManyError
-from megatron_dcpo.serving.middleware import ConfidenceMiddleware
-from megatron_dcpo.serving.service import build_service
-from megatron_dcpo.serving.withholding import Withheld
-from tests.helpers.serving import CHAT, halving, scorer_with
-
-NAMES = (
-    "logprobs",
-    "cumulative_logprob",
-    "output_token_logprobs",
-    "completion_probabilities",
-    "logProbs",
-    "top-logprobs",
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_log_probs_are_hidden_under_any_name(name: str) -> None:
-    asked = Asked(api="chat", body=CHAT, sent=CHAT, adds_logprobs=True)
-    value = {"choices": [{"message": {"content": "x", "meta": {name: [-0.5]}}}], name: [-0.5]}
-    hide_logprobs(value, asked)
-    assert "-0.5" not in repr(value)
+from megatron_dcpo.serving.middleware import ConfidenceMiddleware, service_of
+from megatron_dcpo.serving.streamed_choice import Withheld
+from tests.helpers.serving import halving, scorer_with
 
 
 async def asked_of(app: Any) -> tuple[list[dict[str, Any]], BaseException | None]:
     """What a client gets of an application behind the middleware, and what was raised."""
-    service = build_service(scorer_with(halving()), CollectorRegistry(), is_proxy=False)
+    service = service_of(scorer_with(halving()), CollectorRegistry())
     body = b'{"model": "policy", "messages": [], "stream": true}'
     sent: list[dict[str, Any]] = []
     left = asyncio.Event()
@@ -83,25 +62,6 @@ def test_an_application_that_ends_amid_an_answer_is_an_error(raises: bool) -> No
     assert content.endswith(b"data: [DONE]\n\n")
     assert not sent[-1].get("more_body")
     assert isinstance(error, ValueError) == raises
-
-
-def test_bodies_count_while_they_come() -> None:
-    """Many that are never whole do not hold more than the limit together."""
-    limits = ServeLimits(held_bytes=1000)
-
-    async def piece() -> dict[str, Any]:
-        return {"type": "http.request", "body": bytes(400), "more_body": True}
-
-    async def hold() -> None:
-        gate = Gate(limits)
-        async with gate.admitted(piece) as first, gate.admitted(piece) as second:
-            await first()
-            await second()
-            with pytest.raises(TooManyError):
-                await first()
-        assert gate.held_bytes == 0
-
-    asyncio.run(hold())
 
 
 def test_what_is_withheld_takes_linear_time() -> None:

@@ -45,7 +45,6 @@ def test_an_application_has_confidences(tmp_path, monkeypatch: pytest.MonkeyPatc
         assert httpx2.get(f"{served.root}/health").text == "well"
         assert httpx2.get(f"{served.root}/metrics").status_code == 404, "the server's"
         assert b"dcpo_abstentions_total 2.0" in generate_latest(REGISTRY)
-        assert httpx2.get(f"{served.root}/feedback").json()["verdicts"] == 0
         upstream.error = (404, {"error": "no such model"})
         assert httpx2.post(url, json=CHAT).json() == {"error": "no such model"}
 
@@ -63,8 +62,8 @@ def test_wrong_options_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_serving_does_without_torch() -> None:
     """In a process of its own: the modules that an import really brings in."""
     code = (
-        "import sys, megatron_dcpo.serving.middleware, megatron_dcpo.serving.forward, "
-        "megatron_dcpo.serving.options;"
+        "import sys, megatron_dcpo.serving.middleware, megatron_dcpo.serving.proxy, "
+        "megatron_dcpo.serving.server;"
         "sys.exit(','.join(m for m in ('torch', 'megatron.core', 'transformers', 'vllm') if m in "
         "sys.modules) or None)"
     )

@@ -4,7 +4,6 @@ gets JSON.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_dcpo.serving.asking import PATHS, Asked, ask
 from megatron_dcpo.serving.calibrator import Calibrator
-from megatron_dcpo.serving.replies import Scoring, scored_reply
+from megatron_dcpo.serving.whole_reply import Scoring, scored_reply
 from tests.helpers.serving import FITTED_ON, halving, logistic, scorer_with
 from tests.helpers.streaming import read_events, scored_stream, scoring_with
 
@@ -83,7 +82,7 @@ def scoring(one: Asked) -> Scoring:
 def test_any_reply_and_any_stream(api: str, reply: Any, shows: bool) -> None:
     one = asked(api, shows)
     content = json.dumps(reply).encode()
-    json.loads(asyncio.run(scored_reply(content, scoring(one))))
+    json.loads(scored_reply(content, scoring(one)))
     event = b"data: " + content + b"\n\n"
     halves = [event[: len(event) // 2], event[len(event) // 2 :]]
     out = scored_stream(halves, scoring(one))
@@ -121,7 +120,7 @@ def test_log_probs_of_another_form(api: str, shows: bool, logged: Any) -> None:
     }
     content = json.dumps({"choices": [choice]}).encode()
     one = scoring(asked(api, shows))
-    whole = json.loads(asyncio.run(scored_reply(content, one)))
+    whole = json.loads(scored_reply(content, one))
     event = scored_stream([b"data: " + content + b"\n\n"], one)
     for found in (whole, json.loads(event[6:])):
         assert found["choices"][0]["confidence"] is None

@@ -320,7 +320,8 @@ def test_events_are_those_that_another_decoder_finds(data: Any) -> None:
     decoder = EventDecoder(1 << 20)
     found = []
     for a, b in pairwise(edges):
-        found += list(decoder.feed(content[a:b], is_last=b == len(content) and a != b))
+        found += list(decoder.feed(content[a:b]))
+    found += list(decoder.feed(b"", is_last=True))
     events = [event for event in found if event.data is not None]
     others = [event for event in read_events(content) if event.data or "data" in str(lines)]
     assert [event.data for event in events if event.data] == [e.data for e in others if e.data]

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.serving.withholding import safe_length
+from megatron_dcpo.serving.streamed_choice import safe_length
 
 MARKER = "<conf>"
 PIECES = st.sampled_from(

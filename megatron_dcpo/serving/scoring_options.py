@@ -1,35 +1,67 @@
-"""The options of ``dcpo serve``, which a middleware inside vLLM reads from the environment variable
-``DCPO_SERVE``.
+"""The options of how answers are scored and shown: those of ``dcpo serve``, and of a middleware
+inside vLLM. Nothing heavy is imported before they are read, so that help appears at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
-import shlex
-
-from prometheus_client import REGISTRY
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.served_models import ModelRow
-from megatron_dcpo.serving.arguments import add_scoring_arguments
-from megatron_dcpo.serving.calibrator import Calibrator, Names, load_calibrator
-from megatron_dcpo.serving.limits import ServeLimits
-from megatron_dcpo.serving.scorer import Scorer, choose_threshold, form_of_fit
-from megatron_dcpo.serving.service import Service, build_service
 from megatron_dcpo.types import CONFIDENCE_TAG
 
-ENVIRONMENT = "DCPO_SERVE"
-_NO_LIMIT = 1 << 60
+if TYPE_CHECKING:
+    from megatron_dcpo.serving.calibrator import Calibrator
+    from megatron_dcpo.serving.scorer import Scorer
 
 logger = logging.getLogger(__name__)
+
+
+def add_scoring_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`scorer_of` reads."""
+    parser.add_argument(
+        "--calibrator",
+        default="",
+        metavar="FILE",
+        help="predictor of dcpo calibrate (.npz); without one the confidence is the stated one",
+    )
+    parser.add_argument(
+        "--accept-mismatch",
+        action="store_true",
+        help="apply the predictor to any model, prompt and sampling, fitted or not",
+    )
+    parser.add_argument(
+        "--abstain-above",
+        type=float,
+        metavar="RISK",
+        help="say of answers that they are below the threshold at which at most this share of the "
+        "held-out answers was wrong",
+    )
+    parser.add_argument(
+        "--abstain-text",
+        default="",
+        metavar="TEXT",
+        help="add this text to answers below the threshold",
+    )
+    parser.add_argument(
+        "--keep-tag", action="store_true", help="leave the confidence block in the text"
+    )
+    parser.add_argument(
+        "--marker",
+        default="",
+        metavar="TEXT",
+        help="confidence tag of the answers (default: the predictor's, or <conf>)",
+    )
 
 
 def scorer_of(args: argparse.Namespace) -> Scorer:
     """Return the scorer for parsed options. Raises :class:`UserError` for what does not go
     together.
     """
+    from megatron_dcpo.serving.calibrator import load_calibrator
+    from megatron_dcpo.serving.scorer import Scorer, choose_threshold, form_of_fit
+
     calibrator = None
     if args.calibrator:
         calibrator = load_calibrator(args.calibrator, args.accept_mismatch)
@@ -70,30 +102,3 @@ def _marker(given: str, calibrator: Calibrator | None) -> str:
                 "out, or give --accept-mismatch"
             )
     return given or fitted
-
-
-def names_of(rows: list[ModelRow]) -> Names:
-    """Return the names of each model that an upstream lists: its id, and vLLM's ``root``, which is
-    the directory or the name on the hub.
-    """
-    names = {}
-    for row in rows:
-        known = [row["id"]]
-        root = row.get("root")
-        if isinstance(root, str) and root not in known:
-            known.append(root)
-        names[row["id"]] = known
-    return names
-
-
-def service_from_environment() -> Service:
-    """Return the service of a middleware inside vLLM, whose metrics stand among the server's.
-    Raises :class:`UserError`, or exits with a usage line, for wrong options.
-    """
-    parser = argparse.ArgumentParser(prog=ENVIRONMENT)
-    add_scoring_arguments(parser)
-    args = parser.parse_args(shlex.split(os.environ.get(ENVIRONMENT, "")))
-    scorer = scorer_of(args)
-    # how many requests it takes at a time is the server's affair
-    limits = ServeLimits(concurrent=_NO_LIMIT, held_bytes=_NO_LIMIT)
-    return build_service(scorer, REGISTRY, is_proxy=False, limits=limits)

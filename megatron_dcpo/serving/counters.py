@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, bin_rows
-from megatron_dcpo.serving.feedback import Feedback
 from megatron_dcpo.serving.scorer import Scored
 
 MOST_CONFIDENCES = 2000  # the last ones, whose distribution is compared with the fitted one
@@ -21,16 +17,12 @@ _LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _CRITICAL = 1.358
 
 
-class ServingMetrics(Collector):
+class Counters:
     """Counts requests and confidences. ``fitted`` [20] is the histogram of the confidences of the
     fit, None if there is none.
     """
 
-    def __init__(
-        self, registry: CollectorRegistry, feedback: Feedback, fitted: np.ndarray | None = None
-    ) -> None:
-        self.feedback = feedback
-        self.fitted = fitted
+    def __init__(self, registry: CollectorRegistry, fitted: np.ndarray | None = None) -> None:
         self.recent: deque[float] = deque(maxlen=MOST_CONFIDENCES)
         self.requests = Counter(
             "dcpo_requests",
@@ -60,7 +52,21 @@ class ServingMetrics(Collector):
         self.abstentions = Counter(
             "dcpo_abstentions", "Choices whose confidence is below the threshold", registry=registry
         )
-        registry.register(self)
+        if fitted is None:
+            return
+        drift = Gauge(
+            "dcpo_confidence_drift",
+            "Largest difference between the cumulative distributions of the last confidences and "
+            "of the fitted ones, over 20 bins",
+            registry=registry,
+        )
+        drift.set_function(lambda: drift_of(fitted, list(self.recent))[0])
+        limit = Gauge(
+            "dcpo_confidence_drift_limit",
+            "Drift that 95 % of samples from the distribution of the fit stay below",
+            registry=registry,
+        )
+        limit.set_function(lambda: drift_of(fitted, list(self.recent))[1])
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
@@ -76,34 +82,6 @@ class ServingMetrics(Collector):
         self.recent.append(scored.confidence)
         if scored.abstains:
             self.abstentions.inc()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield what is computed when it is asked for."""
-        if self.fitted is not None:
-            drift, limit = drift_of(self.fitted, list(self.recent))
-            yield GaugeMetricFamily(
-                "dcpo_confidence_drift",
-                "Largest difference between the cumulative distributions of the last confidences "
-                "and of the fitted ones, over 20 bins",
-                value=drift,
-            )
-            yield GaugeMetricFamily(
-                "dcpo_confidence_drift_limit",
-                "Drift that 95 % of samples from the distribution of the fit stay below",
-                value=limit,
-            )
-        error = self.feedback.error()
-        yield GaugeMetricFamily(
-            "dcpo_verdicts", "Verdicts over which the error runs", value=error.n
-        )
-        values = {
-            "ece": ("Expected calibration error over the last verdicts", error.ece),
-            "ece_corrected": ("The same, corrected for its bias", error.corrected.estimate),
-            "ece_low": ("Lower end of its 95 % interval", error.corrected.low),
-            "ece_high": ("Upper end of its 95 % interval", error.corrected.high),
-        }
-        for name, (text, value) in values.items():
-            yield GaugeMetricFamily(f"dcpo_{name}", text, value=value)
 
 
 def drift_of(fitted: np.ndarray, confidences: list[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Verdicts give a running error; ``/metrics`` counts what was served and notices a drift."""
+"""``/metrics`` counts what was served and notices a drift; the page asks as the fit did."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_dcpo.calibration import binned_error, ece
-from megatron_dcpo.serving import feedback as module
-from megatron_dcpo.serving.feedback import Feedback, UnknownAnswerError
-from megatron_dcpo.serving.metrics import drift_of
-from megatron_dcpo.serving.scorer import Scorer
+from megatron_dcpo.serving.counters import drift_of
 from tests.helpers.serving import CHAT, Proxied, halving, proxied, scorer_with
 
 
@@ -53,81 +49,6 @@ def test_metrics_count_requests_confidences_and_reasons() -> None:
         assert found["dcpo_confidence_drift_limit"] == pytest.approx(
             1.358 * math.sqrt(106 / 600), rel=1e-6
         )
-
-
-def test_a_verdict_counts_once_and_the_error_has_a_band() -> None:
-    with proxied(Scorer()) as proxy:
-        url = f"{proxy.at.root}/feedback"
-        assert httpx2.get(url).json() == {
-            "verdicts": 0,
-            "ece": None,
-            "ece_corrected": None,
-            "ece_interval": [None, None],
-        }
-        names = [proxy.post({**CHAT, "n": 2}).json()["id"] for _ in range(20)]
-        for number, name in enumerate(names):
-            for right in (number % 2 == 0, number % 4 != 3):  # the last word counts
-                verdict = {"id": name, "index": 1, "correct": right}
-                reply = httpx2.post(url, json=verdict)
-                assert reply.json() == {"confidence": 0.83, "counted": True}
-        error = httpx2.get(url).json()
-        correct = [number % 4 != 3 for number in range(20)]
-        assert error["verdicts"] == 20
-        assert error["ece"] == pytest.approx(ece([0.83] * 20, correct))
-        low, high = error["ece_interval"]
-        band = binned_error([0.83] * 20, correct, resamples=300)
-        assert (low, high) == (pytest.approx(band.low), pytest.approx(band.high))
-        found = values(proxy)
-        assert found["dcpo_verdicts"] == 20
-        assert found["dcpo_ece"] == error["ece"]
-        assert found["dcpo_ece_high"] == high
-
-
-def test_a_verdict_on_an_answer_without_confidence_does_not_count() -> None:
-    with proxied(Scorer()) as proxy:
-        proxy.upstream.says = lambda body, index: "no tag"
-        name = proxy.post(CHAT).json()["id"]
-        url = f"{proxy.at.root}/feedback"
-        reply = httpx2.post(url, json={"id": name, "correct": 1})
-        assert reply.json() == {"confidence": None, "counted": False}
-        assert httpx2.get(url).json()["verdicts"] == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        (b"{", 400),
-        (b"[]", 400),
-        (b"{}", 400),
-        (b'{"id": 1, "correct": true}', 400),
-        (b'{"id": "x", "correct": "yes"}', 400),
-        (b'{"id": "x", "correct": 2}', 400),
-        (b'{"id": "x", "correct": null}', 400),
-        (b'{"id": "x", "correct": []}', 400),
-        (b'{"id": "x", "index": "0", "correct": true}', 400),
-        (b'{"id": "never served", "correct": true}', 404),
-        (b'{"id": "' + b"x" * 100_000 + b'", "correct": true}', 413),
-    ],
-)
-def test_what_is_no_verdict_is_refused_in_one_line(content: bytes, status: int) -> None:
-    with proxied(Scorer()) as proxy:
-        reply = httpx2.post(f"{proxy.at.root}/feedback", content=content)
-        assert reply.status_code == status
-        assert "\n" not in reply.json()["error"]["message"]
-        assert httpx2.get(f"{proxy.at.root}/feedback").json()["verdicts"] == 0
-
-
-def test_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_ANSWERS", 3)
-    monkeypatch.setattr(module, "MOST_VERDICTS", 2)
-    one = Feedback()
-    for number in range(5):
-        one.remember(f"a{number}", 0, 0.5)
-    with pytest.raises(UnknownAnswerError):
-        one.judge("a1", 0, True)
-    for number in (2, 3, 4):
-        one.judge(f"a{number}", 0, True)
-    assert one.error().n == 2
 
 
 def test_drift_is_that_of_the_cumulative_shares() -> None:
