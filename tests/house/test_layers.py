@@ -77,7 +77,7 @@ PARTS = {
     for name, path in MODULES.items()
 }
 # modules that a command hangs on: what they import, and what that imports
-LIMITS = {"training.loop": 139, "cli.calibrate": 45, "cli.serve": 76}
+LIMITS = {"training.loop": 140, "cli.calibrate": 45, "cli.serve": 66}
 
 
 def subpackage(module: str) -> str:
