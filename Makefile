@@ -67,7 +67,6 @@ serve: setup
 calculator: setup
 	PYTHON=$(BIN)/python examples/calculator/run.sh
 
-# a policy that learns to state in its text what can be fitted on its own answers; about five minutes on two cores
 # rebuild the starting policies and the problems of the quickstart (they are in git)
 policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py

@@ -194,6 +194,11 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
         help="with --model: an agent that makes the responses, my_agent.py:run (docs/agents.md)",
     )
     sampling.add_argument(
+        "--agent-python",
+        metavar="PYTHON",
+        help="with --agent: the Python in which it runs (default this one)",
+    )
+    sampling.add_argument(
         "--command",
         metavar="PROGRAM",
         help="with --model: a program that is an agent",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.brought import BROUGHT
+from megatron_dcpo.runtime.brought import REASONING_GYM
 
 if TYPE_CHECKING:
     from megatron_dcpo.config.evaluation_sections import EvaluateConfig
@@ -46,6 +46,7 @@ SHORTHANDS: Mapping[str, str] = {
     "batch_size": "rollout.max_num_seqs",
     "engine": "rollout.engine",
     "agent": "rollout.agent",
+    "agent_python": "rollout.agent_python",
     "command": "rollout.command",
     "marker": "judging.marker",
     "verifier": "judging.verifier",
@@ -164,7 +165,7 @@ def check_scores_are_judged(arguments: Mapping[str, Any], config: EvaluateConfig
 
     verifier = config.judging.verifier
     benchmarks = config.evaluation.benchmark_list
-    brought = any(name in benchmarks for name in BROUGHT)
+    brought = REASONING_GYM in benchmarks
     if gives_scores(verifier) or brought or config.rollout.runs_agents:
         return
     for option in overrides_of(arguments):

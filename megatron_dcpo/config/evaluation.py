@@ -86,7 +86,7 @@ def values_as_trained(path: str, server: bool) -> Values:
         "rollout": {"max_response_length": run.rollout.max_response_length},
     }
     if run.rollout.runs_agents and not server:
-        agents = ("agent", "command", *AGENT_OPTIONS)
+        agents = ("agent", "agent_python", "command", *AGENT_OPTIONS)
         known = section_fields(EngineConfig)
         values["rollout"] |= {n: getattr(run.rollout, n) for n in agents if n in known}
     if server:

@@ -12,7 +12,6 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from megatron_dcpo.errors import did_you_mean
-from megatron_dcpo.runtime.brought import ENVIRONMENTS
 from megatron_dcpo.runtime.plugins import is_import_path
 
 STRICT = ConfigDict(extra="forbid")
@@ -41,11 +40,6 @@ def _verifier(name: str) -> str:
             raise ValueError(
                 "the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY"
             )
-    elif name.startswith(ENVIRONMENTS):
-        raise ValueError(
-            "the scores of an environment go with its problems; name it as data.path or as a "
-            "benchmark, and leave the verifier out"
-        )
     elif name not in BUILT_IN and not is_import_path(name):
         raise ValueError(
             "expected math, code, exact, f1, choice, an import path as my_reward.py:verify, or an "

@@ -33,7 +33,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.runtime.brought import BROUGHT
+from megatron_dcpo.runtime.brought import REASONING_GYM
 
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
@@ -282,8 +282,8 @@ CONFLICTS = (
     Conflict(
         "train",
         lambda c: (c.judging.graded or c.judging.threshold < 1) and not _has_scores(c),
-        "judging.graded and judging.threshold are for f1, a verifier of yours, or several "
-        "with weights; name it, or remove them",
+        "judging.graded and judging.threshold are for f1, a verifier or an agent of yours, or "
+        "several with weights; name it, or remove them",
     ),
     Conflict(
         "run",
@@ -380,6 +380,18 @@ CONFLICTS = (
         "train",
         lambda c: c.rollout.agent and c.rollout.command,
         "rollout.agent and rollout.command both make the responses; remove one",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.rollout.agent_python and not c.rollout.agent,
+        "rollout.agent_python={c.rollout.agent_python} is where rollout.agent runs; name that, "
+        "or remove it",
+    ),
+    Conflict(
+        "evaluate",
+        lambda c: c.rollout.agent_python and not c.rollout.agent,
+        "rollout.agent_python={c.rollout.agent_python} is where rollout.agent runs; name that, "
+        "or remove it",
     ),
     Conflict(
         "train",
@@ -616,24 +628,25 @@ def an_uneven_division_needs_a_pipeline(config: RunConfig) -> Problem:
 
 @rule("train")
 def a_verifier_has_responses_to_judge(config: Config) -> Problem:
-    """What a library brings is judged by itself; a validation may have other benchmarks."""
+    """Reasoning Gym judges its tasks; a validation may have other benchmarks."""
     if config.judging.verifier == JudgingConfig.verifier or config.evaluation.interval:
         return None
     for source in config.data.sources:
-        if not source.verifier and not source.path.startswith(BROUGHT):
+        if not source.verifier and not source.path.startswith(REASONING_GYM):
             return None
     return (
         "judging.verifier would judge nothing: every source of data.path has its own verifier, or "
-        "brings its scores (Reasoning Gym, environments); remove it, or name it as the verifier of "
-        "a source"
+        "is of Reasoning Gym; remove it, or name it as the verifier of a source"
     )
 
 
 def _has_scores(config: Config) -> bool:
-    """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
+    """Return whether agents, or a verifier of any source, give scores between 0 and 1."""
+    if config.rollout.runs_agents:
+        return True
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
-        if source.path.startswith(BROUGHT) or gives_scores(verifier):
+        if source.path.startswith(REASONING_GYM) or gives_scores(verifier):
             return True
     return False
 

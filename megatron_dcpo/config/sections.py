@@ -16,7 +16,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config.field_types import (
-    BUILT_IN,
     STRICT,
     Columns,
     FilterGroups,
@@ -26,11 +25,10 @@ from megatron_dcpo.config.field_types import (
     Share,
     Thinking,
     VerifierChoice,
-    members,
 )
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
-from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENTS
+from megatron_dcpo.runtime.brought import REASONING_GYM
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -94,7 +92,7 @@ class SourceConfig:
     """One source of ``data.path``, if it is a list."""
 
     path: Annotated[str, Field(min_length=1)]
-    """As data.path: a file, a hub data set, reasoning_gym:TASK, verifiers:ENV, nemo_gym:SERVER."""
+    """As data.path: a file, a hub data set, reasoning_gym:TASK."""
     name: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """What the source is called in the metrics; empty: as its file."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
@@ -104,9 +102,9 @@ class SourceConfig:
     template: str | None = None
     """Used instead of data.template."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the task of Reasoning Gym, or of the environment, by its own names."""
+    """Options of the task of Reasoning Gym, by its own names."""
     size: Positive | None = None
-    """Problems that Reasoning Gym makes of the task, or the first that an environment has."""
+    """Problems that Reasoning Gym makes of the task."""
     seed: NonNegative | None = None
     """Seed of the problems that Reasoning Gym makes."""
     columns: Columns = dataclasses.field(default_factory=dict)
@@ -114,24 +112,11 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         is_set = self.options or self.size is not None or self.seed is not None
-        if is_set and not self.path.startswith(BROUGHT):
-            raise ValueError(
-                "options, size and seed are for path: reasoning_gym:TASK, and options and size for "
-                "verifiers:ENV and nemo_gym:SERVER; remove them"
-            )
-        if self.seed is not None and self.path.startswith(ENVIRONMENTS):
-            raise ValueError(
-                "seed is for path: reasoning_gym:TASK; that of an environment is one of its options"
-            )
+        if is_set and not self.path.startswith(REASONING_GYM):
+            raise ValueError("options, size and seed are for path: reasoning_gym:TASK; remove them")
         for name in _set_twice(self):
             raise ValueError(f"{name} is set here and in the path, {self.path}; remove one of them")
-        built_in = [one.name for one in members(self.verifier or ()) if one.name in BUILT_IN]
-        if built_in and self.path.startswith(ENVIRONMENTS):
-            raise ValueError(
-                f"verifier: {built_in[0]} reads its own form of answers, which an environment does "
-                "not ask for; leave it out, or name a function or a server of yours"
-            )
-        if self.columns and self.path.startswith(BROUGHT):
+        if self.columns and self.path.startswith(REASONING_GYM):
             raise ValueError("columns are for files and hub data sets; remove them")
 
 
@@ -145,7 +130,7 @@ def _set_twice(source: SourceConfig) -> list[str]:
 
 def _with_columns(source: SourceConfig, columns: dict[str, str]) -> SourceConfig:
     """Return a source with these columns, unless it has its own or is no file or hub data set."""
-    if source.columns or not columns or source.path.startswith(BROUGHT):
+    if source.columns or not columns or source.path.startswith(REASONING_GYM):
         return source
     return dataclasses.replace(source, columns=columns)
 
@@ -171,8 +156,8 @@ class DataConfig:
 
     path: Sources
     """A file of JSON lines, JSON, CSV, parquet or Arrow, several by a pattern (train-*.parquet), a
-    folder of save_to_disk, a hub data set, reasoning_gym:TASK, an environment (verifiers:ENV,
-    nemo_gym:SERVER), or a list of sources that are mixed by weight (docs/bring_your_own.md#data).
+    folder of save_to_disk, a hub data set, reasoning_gym:TASK, or a list of sources that are mixed
+    by weight (docs/bring_your_own.md#data).
     """
     columns: Columns = dataclasses.field(default_factory=dict)
     """Columns of the file by our names, {problem: prompt, answer: solution}, where it has others;
@@ -221,8 +206,11 @@ class AgentsConfig:
 
     agent: str = ""
     """Function of yours that is an agent, my_agent.py:run: it gets a problem and an OpenAI client
-    of the policy, and may give a verdict (docs/agents.md); or environment: those of data.path make
-    their own rollouts, of several turns and with tools (docs/environments.md).
+    of the policy, and may give a verdict (docs/agents.md).
+    """
+    agent_python: str = ""
+    """Python in which rollout.agent runs, venv/bin/python, with libraries of its own; empty: the
+    one that runs dcpo.
     """
     command: str = ""
     """Program that is an agent: it finds the policy at OPENAI_BASE_URL and the problem on its

@@ -17,7 +17,7 @@ from megatron_dcpo.config.sections import (
     RunConfig,
 )
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.runtime.brought import BROUGHT
+from megatron_dcpo.runtime.brought import REASONING_GYM
 
 # what bounds a ratio, which is 1 in the first update on a rollout
 _OF_THE_RATIO = ("ratio", "clip", "clip_low", "clip_high", "dual_clip")
@@ -94,7 +94,7 @@ def _of_sources(config: Config) -> Iterator[str]:
     sources = config.data.sources
     if config.data.template != DataConfig.template and all(one.template for one in sources):
         yield "data.template changes nothing: every source has its own"
-    own_problems = [one.columns or one.path.startswith(BROUGHT) for one in sources]
+    own_problems = [one.columns or one.path.startswith(REASONING_GYM) for one in sources]
     if config.data.columns and all(own_problems):
         yield "data.columns changes nothing: every source has its own, or brings its problems"
 

@@ -27,7 +27,7 @@ from megatron_dcpo.data.gym_tasks import HELD_OUT_SEED, gym_path
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.data.row_files import SUFFIXES, Row, read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
+from megatron_dcpo.runtime.brought import is_gym, name_of_task
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 
 
@@ -264,8 +264,7 @@ def load_benchmark(
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> LoadedBenchmark:
-    """Return a registered benchmark by name, ``NAME=PATH``, a task of Reasoning Gym, or
-    an environment.
+    """Return a registered benchmark by name, ``NAME=PATH``, or a task of Reasoning Gym.
 
     ``keep_columns`` as in :func:`load_records`. ``columns`` are for the rows of a file at PATH that
     have all of them.
@@ -273,7 +272,7 @@ def load_benchmark(
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the
     last day left out.
     """
-    if is_gym(spec) or is_environment(spec):
+    if is_gym(spec):
         spec = f"{name_of(spec)}={spec}"
     name, has_path, path = spec.partition("=")
     name, _, dates = name.strip().partition(":")
@@ -365,9 +364,7 @@ def parse_specs(text: str) -> list[str]:
 def name_of(spec: str) -> str:
     """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
     if is_gym(spec):
-        return name_of_brought(spec)
-    if is_environment(spec):
-        return name_of_brought(spec)
+        return name_of_task(spec)
     if "=" in spec:
         return spec.partition("=")[0].strip()
     return find_benchmark(spec.partition(":")[0]).name
@@ -375,7 +372,7 @@ def name_of(spec: str) -> str:
 
 def path_in(spec: str) -> str:
     """Return the path in a benchmark's specification, "" of a registered one."""
-    if is_gym(spec) or is_environment(spec):
+    if is_gym(spec):
         return spec
     return spec.partition("=")[2].strip()
 

@@ -72,7 +72,7 @@ from megatron_dcpo.data.question_rows import question_of
 from megatron_dcpo.data.row_files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty, shows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.brought import is_environment, is_gym, name_of_brought
+from megatron_dcpo.runtime.brought import is_gym, name_of_task
 from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
@@ -131,7 +131,6 @@ KEYS_OF_PROGRAMS = replace(
 )
 _PACKED_PROBLEM = "megatron_dcpo.data.code_problems:packed_problem"
 _GYM_ROWS = "megatron_dcpo.data.gym_tasks:gym_rows"
-_ENVIRONMENT_ROWS = "megatron_dcpo.data.environments:environment_rows"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
 _PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
@@ -209,7 +208,7 @@ def load_prompts(
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
-    ``owner/name[:config][@split]``, a task of Reasoning Gym, or an environment. ``task``,
+    ``owner/name[:config][@split]``, or a task of Reasoning Gym. ``task``,
     ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
     records = load_records(path_or_name, task, keep_columns, columns)
@@ -369,11 +368,8 @@ def load_records(
     verifier, which may do without an answer.
 
     ``columns`` are the names under which a file has problem, answer and so on; a row without one of
-    them is refused, or read as it is if the problems are ``held_out`` for an evaluation. An
-    environment has other problems for that.
+    them is refused, or read as it is if the problems are ``held_out`` for an evaluation.
     """
-    if is_environment(path_or_name):
-        return _environment_records(str(path_or_name), task, held_out)
     gym = is_gym(path_or_name)
     keep_columns = keep_columns or gym
     rows: Iterable[tuple[int, Row]]
@@ -400,28 +396,6 @@ def load_records(
         logger.warning("%s: %s", path_or_name, untested_note(left_out))
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
-    return records
-
-
-def _environment_records(path: str, task: str | None, held_out: bool) -> list[Record]:
-    """Return the problems of an environment, which ask for their answers in their own way."""
-    name = task or task_name(path)
-    records = []
-    for index, row in enumerate(load_part(_ENVIRONMENT_ROWS)(path, held_out)):
-        messages = _as_messages(row["problem"], f"{path}: problem {index + 1}")
-        record = Record(
-            task=name,
-            index=index,
-            messages=messages,
-            answer=final_answer(row["answer"]),
-            kind=kind_of_row(row),
-            row=columns(row, name, messages, row["answer"]),
-            form="own",
-            labels=labels_of(row),
-        )
-        records.append(record)
-    if not records:
-        raise UserError(f"{path}: the environment has no problem")
     return records
 
 
@@ -791,10 +765,10 @@ def _as_messages(
 def task_name(path_or_name: str | Path) -> str:
     """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` ->
     aime24; ``.../mine/train-*.parquet`` -> mine; ``owner/name@test`` -> name;
-    ``reasoning_gym:chain_sum`` -> chain_sum; ``verifiers:owner/my-env`` -> my-env.
+    ``reasoning_gym:chain_sum`` -> chain_sum.
     """
-    if is_gym(path_or_name) or is_environment(path_or_name):
-        return name_of_brought(str(path_or_name))
+    if is_gym(path_or_name):
+        return name_of_task(str(path_or_name))
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem

@@ -10,8 +10,7 @@ that bring their own format ``my_prompt.py:render``  a user's function: ``render
 gives the user turn, or all messages (CONTRIBUTING.md)
 
 What the first three ask for depends on the form of the answer (:data:`ASKS`): an answer in a box,
-the letter of an option, a short answer, or one fenced program. The problems of an environment ask
-for their answers themselves, and only the confidence is asked for.
+the letter of an option, a short answer, or one fenced program.
 
 All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a
 system message of ours, and with thinking switched off, or on, where the template has that switch
@@ -59,10 +58,6 @@ _PROGRAM_CONFIDENCE = (
     "After the closing ```, start a new line and say how sure you are that the program passes "
     f"every test: {_CONFIDENCE_LINE}"
 )
-_OWN_CONFIDENCE = (
-    "After your answer, start a new line and say how sure you are that it is correct: "
-    f"{_CONFIDENCE_LINE}"
-)
 ASKS: Mapping[str, str] = MappingProxyType(
     {
         "math": r"Please reason step by step, and put your final answer within \boxed{}.",
@@ -73,10 +68,8 @@ ASKS: Mapping[str, str] = MappingProxyType(
         "code": "Please reason step by step, and then give your whole program in Python in one "
         "block that begins with "
         "```python and ends with ```.",
-        "own": "",  # the problem itself says how to answer
     }
 )
-_CONFIDENCES = MappingProxyType({"code": _PROGRAM_CONFIDENCE, "own": _OWN_CONFIDENCE})
 _ABSTAIN = r"If you do not know the answer, do not guess: put \boxed{I don't know}."
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would
@@ -100,14 +93,14 @@ def box_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "mat
     """Ask for the answer, unless the problem ends by asking for a box already."""
     problem = problem.rstrip()
     asked = form != "code" and _ASKS_FOR_BOX.search(problem)
-    return problem if asked or not ASKS[form] else f"{problem}\n\n{ASKS[form]}"
+    return problem if asked else f"{problem}\n\n{ASKS[form]}"
 
 
 def confidence_instruction(
     problem: str, marker: str = CONFIDENCE_TAG, form: str = "math", more: str = ""
 ) -> str:
     """Ask for the answer, for ``more``, and then for the confidence line."""
-    confidence = _CONFIDENCES.get(form, _CONFIDENCE)
+    confidence = _PROGRAM_CONFIDENCE if form == "code" else _CONFIDENCE
     return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.data.benchmarks import BENCHMARKS, parse_specs, path_in
 from megatron_dcpo.data.problem_kinds import check_kinds
 from megatron_dcpo.data.prompts import find_template
@@ -52,7 +54,6 @@ from megatron_dcpo.evaluation.samples import (
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.source_verifiers import (
     GYM_VERIFIER,
-    check_rollouts,
     find_source,
     verifier_of,
 )
@@ -66,7 +67,7 @@ from megatron_dcpo.judging.verifiers import (
     verifiers,
 )
 from megatron_dcpo.runtime import hub
-from megatron_dcpo.runtime.brought import BROUGHT, ENVIRONMENT_COLUMN, OWN_ROLLOUT
+from megatron_dcpo.runtime.brought import REASONING_GYM
 from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.signals import launched_rank
@@ -274,8 +275,6 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
     row = prompt.row or {}
     if "reasoning_gym" in row:
         return GYM_VERIFIER
-    if ENVIRONMENT_COLUMN in row and (source is None or not source.verifier):
-        return str(row[ENVIRONMENT_COLUMN]["path"])
     if judges_programs(named):
         named = "math"
     return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)
@@ -366,31 +365,26 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         )
     find_template(config.data.template)
     _check_verifier_is_used(config)
-    loaded = load_problems(
+    return load_problems(
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
         columns=config.data.columns,
     )
-    for one in loaded:
-        template = one.template or config.data.template
-        rows = [record.row for record in one.benchmark.records]
-        check_rollouts(rows, config.rollout.agent, template, one.benchmark.source)
-    return loaded
 
 
 def _check_verifier_is_used(config: EvaluateConfig) -> None:
     """Raise :class:`UserError` for a verifier that is named where every benchmark is of Reasoning
-    Gym or an environment, which are judged by themselves.
+    Gym, which judges by itself.
     """
     named = config.judging.verifier
     if named == JudgingConfig.verifier or config.data.sources:
         return
     specs = parse_specs(config.evaluation.benchmark_list)
-    if all(path_in(spec).startswith(BROUGHT) for spec in specs):
+    if all(path_in(spec).startswith(REASONING_GYM) for spec in specs):
         raise UserError(
-            "judging.verifier would judge nothing: the benchmarks are of Reasoning Gym or "
-            "environments, which bring their scores; remove it"
+            "judging.verifier would judge nothing: the benchmarks are of Reasoning Gym, which "
+            "brings its scores; remove it"
         )
 
 
@@ -479,9 +473,21 @@ def _agent_settings(config: EvaluateConfig) -> dict[str, Any]:
         "agent_calls": rollout.agent_calls,
         "asks_confidence": rollout.asks_confidence,
     }
-    if rollout.agent not in ("", OWN_ROLLOUT):
-        settings["agent_code"] = source_digest(rollout.agent, "rollout.agent")
+    if rollout.agent_python:
+        settings["agent_python"] = rollout.agent_python
+    if rollout.agent:
+        settings["agent_code"] = _code_of(rollout)
     return settings
+
+
+def _code_of(rollout: AgentsConfig) -> str:
+    """Return a digest of an agent's source: in another Python, where it is not imported here, of
+    its file alone.
+    """
+    if not rollout.agent_python:
+        return source_digest(rollout.agent, "rollout.agent")
+    file = Path(rollout.agent.rpartition(":")[0])
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
 
 
 def _source_settings(source: SourceConfig) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from megatron_dcpo.evaluation.problems import Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import headline, score_samples
 from megatron_dcpo.judging.judge import with_text
-from megatron_dcpo.judging.source_verifiers import check_rollouts
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
 
@@ -152,8 +151,6 @@ def load_held_out(
     prompts: dict[str, Prompt] = {}
     for one in problems:
         template = one.template or config.data.template
-        rows = [record.row for record in one.benchmark.records]
-        check_rollouts(rows, config.rollout.agent, template, one.benchmark.source)
         rendered = render_prompts(
             one.benchmark.records,
             tokenizer,

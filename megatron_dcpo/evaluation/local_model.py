@@ -79,7 +79,6 @@ def sample_model(
             config.rollout,
             sequence_tokens=longest + config.max_tokens,
             marker=config.judging.marker,
-            prompts=prompts,
         )
         stream = _agents(config, engine, chat, agents)
     return Responder(

@@ -40,7 +40,6 @@ from megatron_dcpo.judging.verifiers import (
     verifier_for,
     verifiers,
 )
-from megatron_dcpo.runtime.brought import is_environment
 from megatron_dcpo.types import Judgement, Prompt, Response
 
 logger = logging.getLogger(__name__)
@@ -146,11 +145,9 @@ def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
 def _named_verifier(
     spec: str, source: SourceConfig | None, judging: JudgingConfig
 ) -> VerifierChoice:
-    """Return the verifier that is named for a benchmark: by the source that matches it, by the
-    benchmark itself if it is an environment, or by ``judging.verifier``.
+    """Return the verifier that is named for a benchmark: by the source that matches it, or by
+    ``judging.verifier``.
     """
-    if is_environment(path_in(spec)) and (source is None or not source.verifier):
-        return path_in(spec)
     return judging.verifier if source is None else verifier_of(source, judging)
 
 
@@ -160,8 +157,6 @@ def _verifier_of_benchmark(benchmark: LoadedBenchmark, named: VerifierChoice) ->
     """
     if benchmark.is_gym:
         return GYM_VERIFIER
-    if is_environment(benchmark.source):
-        return named
     registered = benchmark.name in BENCHMARKS
     # rows without an answer, which with_answers drops, say nothing about the others
     records = [record for record in benchmark.records if record.answer] or benchmark.records

@@ -28,8 +28,8 @@ class AnswerForm(NamedTuple):
 
 class Attempt(NamedTuple):
     """The input of a verifier: the answer that was read, its ground truth, and for a user's
-    verifier the whole reasoning block and the row of the data; and the ``verdict`` of an agent or
-    its environment, if it gave one.
+    verifier the whole reasoning block and the row of the data; and the ``verdict`` of an agent,
+    if it gave one.
     """
 
     answer: str | None

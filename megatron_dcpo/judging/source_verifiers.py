@@ -1,24 +1,19 @@
 """What the configuration says of a source of problems: its name, its path with options, and the
-verifier of its answers; and the problems that a verifier or an agent cannot take.
+verifier of its answers; and the problems that a verifier cannot take.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
 from megatron_dcpo.config.field_types import BUILT_IN, VerifierChoice, members
 from megatron_dcpo.data.datasets import Record, task_name
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.brought import (
-    ENVIRONMENT_COLUMN,
-    OWN_ROLLOUT,
-    is_environment,
-    is_gym,
-)
+from megatron_dcpo.runtime.brought import is_gym
 from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.types import Prompt
 
@@ -30,20 +25,18 @@ GYM_VERIFIER = "megatron_dcpo.judging.gym:score"
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> VerifierChoice:
     """Return the verifier of a source of problems: the one that the source names, Reasoning Gym's,
-    the path of an environment, or ``judging.verifier``.
+    or ``judging.verifier``.
     """
     if source.verifier:
         return source.verifier
     if is_gym(source.path):
         return GYM_VERIFIER
-    if is_environment(source.path):
-        return path_of(source)
     return judging.verifier
 
 
 def path_of(source: SourceConfig) -> str:
-    """Return the path of a source, with its options if a library makes or brings its problems."""
-    if is_gym(source.path) or is_environment(source.path):
+    """Return the path of a source, with its options if it is a task of Reasoning Gym."""
+    if is_gym(source.path):
         with_options = load_part("megatron_dcpo.data.gym_tasks:gym_path")
         return str(with_options(source.path, source.options, source.size, source.seed))
     return source.path
@@ -111,28 +104,3 @@ def with_answers(
     if not kept:
         raise UserError(f"{source}: no problem with an answer in it")
     return kept
-
-
-def check_rollouts(
-    rows: Iterable[Mapping[str, Any] | None], agent: str, template: str, source: str
-) -> None:
-    """Raise :class:`UserError` if the problems of ``rows`` are of an environment whose rewards need
-    more than one answer, and ``rollout.agent`` does not say that it makes its own rollouts; or if
-    it does, and a ``template`` would add to prompts that are the environment's.
-    """
-    for row in rows:
-        found = (row or {}).get(ENVIRONMENT_COLUMN)
-        if not found:
-            continue
-        more = found.get("more_than_one_turn", "")
-        if more and agent != OWN_ROLLOUT:
-            raise UserError(
-                f"{source}: {more}; set rollout.agent={OWN_ROLLOUT} (--agent {OWN_ROLLOUT}), with "
-                "which an environment makes its own rollouts (docs/environments.md)"
-            )
-        if agent == OWN_ROLLOUT and template != "chat":
-            raise UserError(
-                f"{source}: rollout.agent={OWN_ROLLOUT} asks what the environment asks, by the "
-                f"chat template of the policy; data.template={template} would change nothing: set "
-                "it to chat, also as the template of this source alone"
-            )

@@ -1,4 +1,4 @@
-"""Turn what users' verifiers, agents and environments return into outcomes, and bound the share of
+"""Turn what users' verifiers and agents return into outcomes, and bound the share of
 responses that they do not judge.
 """
 
@@ -125,7 +125,7 @@ def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> No
 def with_verdicts(
     verifier: Callable[[Sequence[Attempt]], Sequence[Outcome]], options: JudgingConfig
 ) -> Callable[[Sequence[Attempt]], Sequence[Outcome]]:
-    """Return a verifier that takes the verdict of an agent or its environment where there is one,
+    """Return a verifier that takes the verdict of an agent where there is one,
     by ``judging.threshold`` and ``judging.graded``, and asks ``verifier`` where there is none.
     """
 

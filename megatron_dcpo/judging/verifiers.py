@@ -22,7 +22,6 @@ from megatron_dcpo.judging.answers import AnswerForm, Verifier
 from megatron_dcpo.judging.source_verifiers import GYM_VERIFIER
 from megatron_dcpo.judging.verifier_kind import PackedTests, Problems, VerifierKind
 from megatron_dcpo.judging.weighted import Member, WeightedSum, common_form, labels
-from megatron_dcpo.runtime.brought import is_environment
 from megatron_dcpo.runtime.plugins import load_part
 
 FindVerifier = Callable[[VerifierChoice], tuple[Verifier, AnswerForm]]
@@ -37,27 +36,24 @@ _KINDS = MappingProxyType(
         GYM_VERIFIER: "megatron_dcpo.judging.function_verifier:REASONING_GYM",
     }
 )
-_ENVIRONMENT = "megatron_dcpo.judging.environments:ENVIRONMENT"
 _ENDPOINT = "megatron_dcpo.judging.endpoint:ENDPOINT"
 _FUNCTION = "megatron_dcpo.judging.function_verifier:FUNCTION"
 
 
 def kind_of(name: str) -> VerifierKind:
-    """Return the kind of the verifier ``name``: built in, an environment, an address, or the import
-    path of a function.
+    """Return the kind of the verifier ``name``: built in, an address, or the import path of a
+    function.
     """
     path = _KINDS.get(name)
     if path is None:
         path = _ENDPOINT if "://" in name else _FUNCTION
-        if is_environment(name):
-            path = _ENVIRONMENT
     kind: VerifierKind = load_part(path)
     return kind
 
 
 def is_users(verifier: VerifierChoice) -> bool:
-    """Return whether a verifier, or one of several, is the user's, or an environment's. Such a
-    verifier reads the columns of the row.
+    """Return whether a verifier, or one of several, is the user's. Such a verifier
+    reads the columns of the row.
     """
     return any(member.name not in BUILT_IN for member in members(verifier))
 

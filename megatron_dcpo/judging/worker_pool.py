@@ -65,9 +65,7 @@ class PoolWork:
     ``quick(pair)`` returns the verdict on a pair that needs no worker, or else None. ``remember``
     says that equal pairs have equal verdicts. With ``beyond_imports``, ``memory_bytes`` do not
     include what the imports take. ``hash_seed`` is PYTHONHASHSEED; if it is empty, each worker
-    draws its own. ``program`` is the command that runs ``worker.py``, by default in this Python
-    with this package, and ``search_path`` its PYTHONPATH, by default this package's place and the
-    PYTHONPATH of this process.
+    draws its own.
     """
 
     load: str
@@ -80,8 +78,6 @@ class PoolWork:
     remember: bool = True
     beyond_imports: bool = False
     hash_seed: str = ""
-    program: tuple[str, ...] = ()
-    search_path: str | None = None
     pairs_per_worker: int = 32
 
 
@@ -264,7 +260,7 @@ class WorkerPool:
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
 
     def _program(self) -> list[str]:
-        return list(self.work.program or (sys.executable, "-m", _MODULE))
+        return [sys.executable, "-m", _MODULE]
 
     def _start(self) -> Worker:
         work = self.work
@@ -278,8 +274,6 @@ class WorkerPool:
         package_root = str(Path(__file__).resolve().parents[2])
         environment = dict(os.environ)
         search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        if work.search_path is not None:
-            search_path = work.search_path
         environment["PYTHONPATH"] = search_path
         environment["OMP_NUM_THREADS"] = "1"
         if work.hash_seed:

@@ -1,14 +1,10 @@
-"""The process that starts sessions: one process for each, forked from this one, in which what they
-run is imported once. Started by ``agents.py``, never by hand, in this Python or in that of an
-environment: it needs the standard library alone.
-
-``load``, module:function, returns what a session runs: a function of its order, which returns a
-result that JSON has. ``explained`` of the same module says why a session has failed, of an
-exception.
+"""A fork server: imports the agent once, forks one process per session. ``agents.py`` starts it by
+its file, in any Python of 3.9 or later: this file and ``agent_work.py`` need the standard library
+alone.
 
 A JSON object per line on stdin says ``start`` or ``kill``; one per line on stdout says how a
 session ended. A session's process has a group of its own, and limits of memory and time. When stdin
-ends, everything ends. Nothing here imports torch.
+ends, everything ends.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -27,6 +23,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 MOST_BYTES = 1 << 20  # of what a session returns
@@ -58,8 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--memory", type=int, required=True, help="bytes beyond the imports")
-    parser.add_argument("load", help="module:function that returns what a session runs")
-    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("kind", choices=("agent", "command"))
+    parser.add_argument("text", help="what a session runs: an import path, or words of a command")
     options = parser.parse_args()
     # nothing that a session's module prints may be taken for a result
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
@@ -69,28 +67,33 @@ def main() -> None:
     os.dup2(nowhere, 1)
     _ignore_stops()
     _ask_the_policy_without_a_proxy()
-    module, _, name = options.load.partition(":")
-    explained: Callable[[BaseException], str] = _in_words
+    work = _work_beside()
     try:
-        found = importlib.import_module(module)
-        explained = found.explained
-        run = getattr(found, name)(*options.arguments)
+        run = work.load(options.kind, options.text)
     except BaseException as error:
-        _say(results, {"error": explained(error)})
+        _say(results, {"error": work.explained(error)})
         return
     _ignore_stops()  # what was loaded may have taken them
     _say(results, {"ready": True})
-    Host(SessionWork(run, explained), orders, results, options.seconds, options.memory).serve()
+    Host(SessionWork(run, work.explained), orders, results, options.seconds, options.memory).serve()
+
+
+def _work_beside() -> ModuleType:
+    """Return ``agent_work.py``, by its file: this Python may not have this package."""
+    spec = importlib.util.spec_from_file_location(
+        "agent_work", Path(__file__).with_name("agent_work.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _ignore_stops() -> None:
     """Leave the signals that end a run to the trainer."""
     for stop in _STOPS:
         signal.signal(stop, signal.SIG_IGN)
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class Host:

@@ -1,11 +1,13 @@
 """What the session of an agent runs, in its process: a function of the user's, or a command
-(``agent_host.py`` starts it). Nothing here imports torch.
+(``agent_host.py`` starts it). Nothing here needs more than the standard library.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -13,19 +15,20 @@ import selectors
 import shlex
 import socket
 import subprocess
+import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.plugins import check_signature, load_object, raised
-
-OPTION = "rollout.agent"
 _TAIL_BYTES = 1 << 20  # of what a command prints
 _LOOK_SECONDS = 0.5
 _SHOWN = 300
 _PROBLEM = "DCPO_PROBLEM"
 _WARM_UP_SECONDS = 10.0
+_STDLIB = sysconfig.get_path("stdlib")
 _A_REPLY = {
     "id": "-",
     "object": "chat.completion",
@@ -47,20 +50,66 @@ class Client(NamedTuple):
 
 
 class AgentError(Exception):
-    """A session has failed, and the words say all of it."""
+    """A session has failed, or an agent cannot be loaded; the message is complete as it is."""
 
 
 def explained(error: BaseException) -> str:
-    """Return why a session has failed, or why an agent cannot be loaded."""
-    return f"{error}" if isinstance(error, AgentError | UserError) else raised(error)
+    """Return why a session has failed, or why an agent cannot be loaded: an exception on one line,
+    with the innermost line of the user's own file, or else the innermost outside this one.
+    """
+    text = " ".join(str(error).split())[:_SHOWN]
+    if isinstance(error, AgentError):
+        return text
+    text = f"{type(error).__name__}: {text}"
+    frames = []
+    users = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename in (__file__, str(Path(__file__).with_name("agent_host.py"))):
+            continue
+        frames.append(frame)
+        is_library = "site-packages" in frame.filename or frame.filename.startswith(("<", _STDLIB))
+        if not is_library:
+            users.append(frame)
+    for frame in (users or frames)[-1:]:
+        text += f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return text
+
+
+def load(kind: str, text: str) -> Callable[[dict[str, Any]], object]:
+    """Return what a session runs: a function of its order. Raises what importing it raises, and
+    :class:`AgentError`.
+    """
+    return load_agent(text) if kind == "agent" else load_command(text)
 
 
 def load_agent(path: str) -> Callable[[dict[str, Any]], object]:
-    """Return what a session of the function at ``path`` runs. Raises :class:`UserError`."""
-    function = load_object(path, OPTION)
-    check_signature(function, path, OPTION, "problem", "client")
+    """Return what a session of the function at ``path`` runs."""
+    source, _, name = path.rpartition(":")
+    if not source or not name.isidentifier():
+        raise AgentError("expected file.py:name or package.module:name")
+    module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    function = getattr(module, name, None)
+    if function is None:
+        raise AgentError(f"{source} has no {name!r}")
+    try:
+        inspect.signature(function).bind("problem", "client")
+    except TypeError as error:
+        raise AgentError(f"expected a function (problem, client): {error}") from None
     client = _shared_client()
     return lambda order: run_function(function, client, order)
+
+
+def _load_file(file: Path) -> Any:  # noqa: ANN401 -- a module
+    if not file.is_file():
+        raise AgentError(f"no such file {file}")
+    # a name that no other module has
+    spec = importlib.util.spec_from_file_location(f"agent_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_command(text: str) -> Callable[[dict[str, Any]], object]:

@@ -1,10 +1,9 @@
-"""Agents, commands and environments of others make the responses: each runs as its author wrote it,
-in a process of its own, with the policy as its OpenAI endpoint
-(:mod:`megatron_dcpo.rollout.door`).
+"""Agents make the responses: each runs as its author wrote it, in a process of its own, with the
+policy as its OpenAI endpoint (:mod:`megatron_dcpo.rollout.openai_server`).
 
-A session that fails is no response, and never a wrong one: its :attr:`Response.failure` says why,
-and it is left out of its group. One whose agent ends after a call was refused because its budget is
-used up is truncated.
+A failed session is dropped from its group; it never counts as wrong, and its
+:attr:`Response.failure` says why. One whose agent ends after a call was refused because its budget
+is used up is truncated.
 """
 
 from __future__ import annotations
@@ -25,22 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config.sections import AgentsConfig
-from megatron_dcpo.data.environments import (
-    GUEST,
-    RUNS_FILE,
-    environment_of,
-    parse_environment,
-)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.verdicts import checked_result
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.door import Door
 from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.openai_server import PolicyEndpoint
 from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, sample_seed
-from megatron_dcpo.rollout.sessions import AskedCall, Planned, Session, SessionLimits, failed
+from megatron_dcpo.rollout.sessions import PlannedCall, Session, SessionLimits, failed
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.brought import HASH_SEED, OWN_ROLLOUT
+from megatron_dcpo.runtime.brought import HASH_SEED
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 
@@ -50,13 +43,14 @@ _START_SECONDS = 120.0
 # Writable memory of each process of a session, so that one that leaks ends before the host's does.
 MEMORY_BYTES = 4 << 30
 _HOST = Path(__file__).with_name("agent_host.py")
-_WORK = "megatron_dcpo.rollout.agent_work"
+# runs a file as a program that finds modules in the working directory, and none beside it
+_RUNS_FILE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What runs, a function by import path (``agent``), a ``command``, or the ``environments`` at
-    these paths, and its limits. ``sequence_tokens`` is the longest sequence that the engine takes;
+    """What runs, a function by import path (``agent``) in the Python at ``python``, or a
+    ``command``, and its limits. ``sequence_tokens`` is the longest sequence that the engine takes;
     ``marker`` opens a confidence, for which the policy is asked if ``asks_confidence``.
     """
 
@@ -68,7 +62,7 @@ class AgentOptions:
     sequence_tokens: int
     marker: str
     asks_confidence: bool
-    environments: tuple[str, ...] = ()
+    python: str = sys.executable
 
     @property
     def option(self) -> str:
@@ -78,26 +72,8 @@ class AgentOptions:
         return f"rollout.command={self.command}"
 
 
-def options_of(
-    rollout: AgentsConfig,
-    sequence_tokens: int,
-    marker: str,
-    prompts: Iterable[Prompt],
-) -> AgentOptions:
-    """Return the options of the section ``rollout`` of a configuration, for these ``prompts``.
-    Raises :class:`UserError` if environments are to make the responses, and no prompt is of one.
-    """
-    environments: dict[str, None] = {}  # in their order
-    if rollout.agent == OWN_ROLLOUT:
-        for prompt in prompts:
-            path = environment_of(prompt.row)
-            if path:
-                environments[path] = None
-        if not environments:
-            raise UserError(
-                f"rollout.agent={OWN_ROLLOUT}: no problem is of an environment (verifiers:ENV or "
-                "nemo_gym:SERVER), so nothing would run; remove it"
-            )
+def options_of(rollout: AgentsConfig, sequence_tokens: int, marker: str) -> AgentOptions:
+    """Return the options of the section ``rollout`` of a configuration."""
     return AgentOptions(
         agent=rollout.agent,
         command=rollout.command,
@@ -107,12 +83,12 @@ def options_of(
         sequence_tokens=sequence_tokens,
         marker=marker,
         asks_confidence=rollout.asks_confidence,
-        environments=tuple(environments),
+        python=rollout.agent_python or sys.executable,
     )
 
 
 class AgentRollout:
-    """Runs agents on the samples of a rollout; the door and the processes live until
+    """Runs agents on the samples of a rollout; the endpoint and the processes running until
     :meth:`close`.
     """
 
@@ -120,24 +96,14 @@ class AgentRollout:
         self.engine = engine
         self.chat = chat
         self.options = options
-        self.hosts: dict[str, AgentHost] = {}
-        try:
-            for path, program in programs_of(options).items():
-                self.hosts[path] = AgentHost(program, options.seconds)
-        except BaseException:
-            self._close_hosts()
-            raise
-        self.door = Door(chat, model)
+        self.host = AgentHost(program_of(options), options.seconds)
+        self.endpoint = PolicyEndpoint(chat, model)
         self._warned = False
 
     def close(self) -> None:
         """End the processes and the endpoint."""
-        self._close_hosts()
-        self.door.close()
-
-    def _close_hosts(self) -> None:
-        for host in self.hosts.values():
-            host.close()
+        self.host.close()
+        self.endpoint.close()
 
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0
@@ -147,9 +113,8 @@ class AgentRollout:
         """
         arrivals = Arrivals()
         sessions = _Sessions(self, arrivals, samples, sampling, step)
-        for host in self.hosts.values():
-            host.woken = arrivals.wake
-        self.door.arrivals = arrivals
+        self.host.woken = arrivals.wake
+        self.endpoint.arrivals = arrivals
         try:
             sessions.start()
             with closing(self.engine.serve(arrivals, sampling, step)) as served:
@@ -160,17 +125,8 @@ class AgentRollout:
                     if finished:
                         yield finished
         finally:
-            self.door.arrivals = None
+            self.endpoint.arrivals = None
             sessions.give_up()
-
-    def host_of(self, prompt: Prompt) -> AgentHost | None:
-        """Return what starts the session of a problem: the host of its environment, or of the
-        agent. None if environments make the responses and the problem is of none: then the policy
-        is asked once.
-        """
-        if self.options.agent == OWN_ROLLOUT:
-            return self.hosts.get(environment_of(prompt.row))
-        return self.hosts[""]
 
     def warn(self, key: ResponseKey, why: str) -> None:
         """Log the first session of a run that fails; the others are counted."""
@@ -187,17 +143,16 @@ class AgentRollout:
 
 
 @dataclass(eq=False)
-class _Live:
-    """A session under way: its agent's process until the policy is asked for its confidence.
-    ``number`` is that of the process at its ``host``; without one, ``planned`` is its one call.
+class _RunningSession:
+    """A session under way: its agent's process, by its ``number``, until the policy is asked for
+    its confidence, which is the call ``planned``. ``key`` is that of the endpoint.
     """
 
     session: Session
-    door_key: str
-    host: AgentHost | None = None
-    number: int = 0
+    key: str
+    number: int
     verdict: Mapping[str, Any] | None = None
-    planned: Planned | None = None
+    planned: PlannedCall | None = None
 
 
 class _Sessions:
@@ -217,19 +172,22 @@ class _Sessions:
         self.sampling = sampling
         self.step = step
         self.waiting = deque(samples)
-        self.agents: dict[int, _Live] = {}  # by the numbers of their processes
-        self.plain: dict[str, _Live] = {}  # without a process, by the names of their calls
-        self.asked: dict[str, _Live] = {}  # for their confidence, by the names of the calls
+        self.agents: dict[int, _RunningSession] = {}  # by the numbers of their processes
+        self.plain: dict[
+            str, _RunningSession
+        ] = {}  # without a process, by the names of their calls
+        self.asked: dict[
+            str, _RunningSession
+        ] = {}  # for their confidence, by the names of the calls
 
     @property
     def are_over(self) -> bool:
-        return not (self.waiting or self.agents or self.plain or self.asked)
+        return not (self.waiting or self.agents or self.asked)
 
     def start(self) -> None:
         """Start sessions, as many as run at once."""
-        while self.waiting and len(self.agents) + len(self.plain) < self.options.at_once:
+        while self.waiting and len(self.agents) < self.options.at_once:
             prompt, index = self.waiting.popleft()
-            host = self.rollout.host_of(prompt)
             session = Session(
                 prompt=prompt,
                 index=index,
@@ -239,76 +197,56 @@ class _Sessions:
                     sequence_tokens=self.options.sequence_tokens,
                     calls=self.options.calls,
                 ),
-                hides=self.options.marker if self.options.agent == OWN_ROLLOUT else "",
             )
-            live = _Live(session, self.rollout.door.open(session), host)
-            if host is None:
-                self._ask_once(live)
-                continue
-            live.number = host.start(
+            key = self.rollout.endpoint.open(session)
+            number = self.rollout.host.start(
                 problem=self._problem(prompt, index),
-                base_url=f"{self.rollout.door.url}/s/{live.door_key}/v1",
-                api_key=live.door_key,
+                base_url=f"{self.rollout.endpoint.url}/s/{key}/v1",
+                api_key=key,
             )
-            self.agents[live.number] = live
+            self.agents[number] = _RunningSession(session, key, number)
 
-    def _ask_once(self, live: _Live) -> None:
-        """Put the problem to the policy as it stands: the session's only call."""
-        session = live.session
-        live.planned = session.plan(AskedCall(token_ids=session.prompt.token_ids))
-        self.plain[live.planned.names[0]] = live
-        self._put(live.planned, session)
-
-    def _put(self, planned: Planned, session: Session) -> None:
+    def _put(self, planned: PlannedCall, session: Session) -> None:
         (name,) = planned.names
         prompt = replace(session.prompt, prompt_id=name, token_ids=planned.prompt_ids)
-        self.arrivals.put(Call(prompt, session.index, planned.max_tokens))
+        self.arrivals.put(EngineCall(prompt, session.index, planned.max_tokens))
 
     def advance(self, responses: Iterable[Response]) -> list[Response]:
         """Take what the engine and the agents have said; return the responses of sessions that are
         over now.
         """
         finished = []
-        for_door = []
+        for_endpoint = []
         for response in responses:
-            live = self.plain.pop(response.prompt_id, None)
-            if live is not None:
-                assert live.planned is not None
-                live.session.commit(live.planned, [response])
-                finished += self._ended(live, {})
+            running = self.asked.pop(response.prompt_id, None)
+            if running is None:
+                for_endpoint.append(response)
                 continue
-            live = self.asked.pop(response.prompt_id, None)
-            if live is None:
-                for_door.append(response)
-                continue
-            assert live.planned is not None
-            live.session.add_confidence(live.planned, response)
-            finished.append(live.session.response(live.verdict))
-        if for_door:
-            self.rollout.door.deliver(for_door)
-        for host in self.rollout.hosts.values():
-            for number, outcome in host.outcomes():
-                live = self.agents.pop(number, None)
-                if live is not None:  # not of an earlier rollout
-                    finished += self._ended(live, outcome)
+            assert running.planned is not None
+            running.session.add_confidence(running.planned, response)
+            finished.append(running.session.response(running.verdict))
+        if for_endpoint:
+            self.rollout.endpoint.deliver(for_endpoint)
+        for number, outcome in self.rollout.host.outcomes():
+            running = self.agents.pop(number, None)
+            if running is not None:  # not of an earlier rollout
+                finished += self._ended(running, outcome)
         self.start()
         return finished
 
     def give_up(self) -> None:
         """End what is under way."""
-        for live in (*self.agents.values(), *self.plain.values()):
-            if live.host is not None:
-                live.host.kill(live.number)
-            self.rollout.door.seal(live.door_key)
+        for running in self.agents.values():
+            self.rollout.host.kill(running.number)
+            self.rollout.endpoint.seal(running.key)
         self.agents.clear()
-        self.plain.clear()
 
-    def _ended(self, live: _Live, outcome: Mapping[str, Any]) -> list[Response]:
+    def _ended(self, running: _RunningSession, outcome: Mapping[str, Any]) -> list[Response]:
         """Return the response of a session whose agent has ended; nothing while the policy is
         asked for its confidence.
         """
-        self.rollout.door.seal(live.door_key)
-        session = live.session
+        self.rollout.endpoint.seal(running.key)
+        session = running.session
         why, verdict = verdict_of(outcome)
         if why and session.is_out_of_budget:
             why, verdict = "", None
@@ -318,14 +256,14 @@ class _Sessions:
             self.rollout.warn((session.prompt.prompt_id, session.index), why)
             version = self.rollout.engine.weights_version
             return [failed(session.prompt, session.index, why, version, self.step)]
-        live.verdict = verdict
-        live.planned = None
+        running.verdict = verdict
+        running.planned = None
         if self.options.asks_confidence:
-            live.planned = session.ask_confidence(self.options.marker)
-        if live.planned is None:
+            running.planned = session.ask_confidence(self.options.marker)
+        if running.planned is None:
             return [session.response(verdict)]
-        self.asked[live.planned.names[0]] = live
-        self._put(live.planned, session)
+        self.asked[running.planned.names[0]] = running
+        self._put(running.planned, session)
         return []
 
     def _problem(self, prompt: Prompt, index: int) -> dict[str, Any]:
@@ -358,35 +296,27 @@ def verdict_of(outcome: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | Non
 
 @dataclass(frozen=True)
 class HostProgram:
-    """The words that start ``agent_host.py`` without its limits, and ``load`` with its arguments:
-    what its sessions run. ``name`` is that of what runs, for messages; ``search_path`` is its
-    PYTHONPATH, None for that of this process.
+    """The words that start ``agent_host.py`` without its limits, and what its sessions run: the
+    ``kind`` (agent or command), and its ``text``. ``name`` is that of what runs, for messages.
     """
 
     name: str
     words: tuple[str, ...]
-    load: tuple[str, ...]
-    search_path: str | None = None
+    kind: str = ""
+    text: str = ""
+
+    @property
+    def is_in_this_python(self) -> bool:
+        return self.words[0] == sys.executable
 
 
-def programs_of(options: AgentOptions) -> dict[str, HostProgram]:
-    """Return what starts the sessions: of environments by their paths, of an agent by ""."""
-    if options.agent == OWN_ROLLOUT:
-        return {path: _environment_program(path) for path in options.environments}
-    load = (f"{_WORK}:load_command", options.command)
-    if options.agent:
-        load = (f"{_WORK}:load_agent", options.agent)
-    words = (sys.executable, "-m", f"{__package__}.{_HOST.stem}")
-    return {"": HostProgram(options.option, words, load)}
-
-
-def _environment_program(path: str) -> HostProgram:
-    spec = parse_environment(path)
+def program_of(options: AgentOptions) -> HostProgram:
+    """Return what starts the sessions."""
     return HostProgram(
-        name=path.partition("?")[0],
-        words=(spec.python, "-c", RUNS_FILE, str(GUEST), str(_HOST)),
-        load=("dcpo_environment:load_session", spec.described()),
-        search_path=spec.search_path,
+        name=options.option,
+        words=(options.python, "-c", _RUNS_FILE, str(_HOST)),
+        kind="agent" if options.agent else "command",
+        text=options.agent or options.command,
     )
 
 
@@ -394,7 +324,7 @@ _NUMBERS = itertools.count(1)  # of sessions' processes, of all hosts
 
 
 class AgentHost:
-    """The process that starts agents (``agent_host.py``); it is started again if it ends."""
+    """The process that starts sessions (``agent_host.py``); it is started again if it ends."""
 
     def __init__(self, program: HostProgram, seconds: float) -> None:
         self.program = program
@@ -402,7 +332,7 @@ class AgentHost:
         self.woken: Callable[[], None] = lambda: None
         self._outcomes: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self._live: set[int] = set()
-        self._is_over = False  # the process has said its last; it may take long to end
+        self._is_over = False  # it has closed its pipe; the process may linger
         self._lock = threading.Lock()
         self._process = self._started()
 
@@ -451,11 +381,11 @@ class AgentHost:
         """
         program = self.program
         environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-        if program.search_path is not None:
-            environment["PYTHONPATH"] = program.search_path
+        if not program.is_in_this_python:  # which has libraries of its own
+            environment.pop("PYTHONPATH", None)
         try:
             process = subprocess.Popen(
-                [*program.words, *self.limits, "--", *program.load],
+                [*program.words, *self.limits, "--", program.kind, program.text],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,

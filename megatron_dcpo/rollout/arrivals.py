@@ -13,10 +13,10 @@ from megatron_dcpo.types import Prompt, ResponseKey
 
 
 @dataclass(frozen=True)
-class Call:
-    """A response that is asked for: to ``prompt``, whose id no other call has, with at most
-    ``max_tokens`` tokens. ``ends``, if there is one, is told each sampled token, and says whether
-    the response ends with it.
+class EngineCall:
+    """A response that an engine is to sample: to ``prompt``, whose id no other call has, with at
+    most ``max_tokens`` tokens. ``ends``, if there is one, gets each sampled token, and returns
+    whether the response ends with it.
     """
 
     prompt: Prompt
@@ -34,12 +34,12 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[EngineCall] = deque()
         self._cancelled: set[ResponseKey] = set()
         self._closed = False
         self._woken = False
 
-    def put(self, *calls: Call) -> None:
+    def put(self, *calls: EngineCall) -> None:
         """Add calls, which the engine admits together."""
         with self._changed:
             self._waiting += calls
@@ -74,7 +74,7 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self, most: int) -> list[Call]:
+    def take(self, most: int) -> list[EngineCall]:
         """Return the next calls, at most so many."""
         with self._changed:
             count = min(most, len(self._waiting))

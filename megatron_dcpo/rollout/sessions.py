@@ -1,9 +1,10 @@
 """A session: the calls of one agent on one problem, and the one response that they become.
 
-Each call is a :class:`Turn`: the tokens that the engine was given, and those it has sampled. A call
-whose prompt goes on from a turn is its child. So a session is a tree, and a response has one
-segment for each path that is not part of another (:meth:`Session.response`). Nothing here knows
-HTTP, processes or engines.
+A call is what a client asks (:class:`AskedCall`), then a prompt with a place in the session
+(:class:`PlannedCall`), and once an engine has answered, a :class:`Turn` for each of its choices:
+the tokens that the engine was given, and those it has sampled. A call whose prompt goes on from a
+turn is its child. So a session is a tree, and a response has one segment for each path that is not
+part of another (:meth:`Session.response`). Nothing here knows HTTP, processes or engines.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class AskedCall:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCall:
     """A call that the engine is to answer: its prompt, which goes on behind the first ``kept``
     sampled tokens of ``parent`` if there is one. ``names`` are the ids of its choices: no other
     call has them, and the random numbers are theirs.
@@ -94,7 +95,7 @@ class Turn:
     answer, from a stop text on.
     """
 
-    planned: Planned
+    planned: PlannedCall
     name: str
     sampled: np.ndarray
     logprobs: np.ndarray
@@ -129,15 +130,13 @@ class Turn:
 @dataclass
 class Session:
     """What an agent says and is told about ``prompt``, as response ``index``. ``chat`` encodes it;
-    ``turns`` are the answered calls, in their order. An answer is told up to the text ``hides``:
-    an environment gets no confidence to see.
+    ``turns`` are the answered calls, in their order.
     """
 
     prompt: Prompt
     index: int
     chat: ChatTokens
     limits: SessionLimits
-    hides: str = ""
     turns: list[Turn] = field(default_factory=list)
     is_sealed: bool = False
     calls: int = 0
@@ -149,7 +148,7 @@ class Session:
     _confidence: Turn | None = None
 
     # ------------------------------------------------------------------------------------- calls
-    def plan(self, asked: AskedCall) -> Planned:
+    def plan(self, asked: AskedCall) -> PlannedCall:
         """Return the call that answers what is asked; it counts from now on. Raises
         :class:`CallRefused`.
         """
@@ -175,7 +174,7 @@ class Session:
         self.retokenized += again
         self.ignored += asked.ignored
         names = tuple(self._name_of(prompt_ids) for _ in range(asked.choices))
-        return Planned(
+        return PlannedCall(
             asked=asked,
             prompt_ids=tuple(prompt_ids),
             parent=parent,
@@ -184,7 +183,7 @@ class Session:
             names=names,
         )
 
-    def commit(self, planned: Planned, responses: Sequence[Response]) -> list[Turn]:
+    def commit(self, planned: PlannedCall, responses: Sequence[Response]) -> list[Turn]:
         """Add the engine's responses to a call, one for each of its choices; return them. Raises
         :class:`CallRefused` if the session is over, or if calls beside it have taken all its
         tokens.
@@ -345,14 +344,12 @@ class Session:
         self._seen[digest] += 1
         return f"{self.prompt.prompt_id}/{self.index}/{digest.hex()}/{self._seen[digest]}"
 
-    def _turn(self, planned: Planned, name: str, response: Response) -> Turn:
+    def _turn(self, planned: PlannedCall, name: str, response: Response) -> Turn:
         asked = planned.asked
         sampled = response.token_ids
         ended = self.chat.has_ended(sampled)
         whole = self.chat.bytes_of(sampled[: len(sampled) - ended])
-        stops_at = stop_in(whole, asked.stop)
-        at = stop_in(whole[:stops_at], (self.hides,) if self.hides else ())
-        at = stops_at if at is None else at
+        at = stop_in(whole, asked.stop)
         tokens = len(sampled) - ended
         if at is not None:
             tokens = self._tokens_within(sampled[:tokens], at)
@@ -378,7 +375,7 @@ class Session:
             name=name,
             sampled=sampled,
             logprobs=response.logprobs,
-            finish_reason="stop" if stops_at is not None or ended else response.finish_reason,
+            finish_reason="stop" if at is not None or ended else response.finish_reason,
             weights_version=response.weights_version,
             step=response.step,
             answer_tokens=tokens,
@@ -389,7 +386,7 @@ class Session:
             created=int(time.time()),
         )
 
-    def _history_of(self, planned: Planned) -> tuple[Message, ...]:
+    def _history_of(self, planned: PlannedCall) -> tuple[Message, ...]:
         """Return the messages of a call, ours for those that are ours: with their reasoning."""
         parent = planned.parent
         messages = planned.asked.messages
@@ -403,7 +400,7 @@ class Session:
         return int(np.searchsorted(ends, size, side="right"))
 
     # -------------------------------------------------------------------------------- the response
-    def ask_confidence(self, marker: str) -> Planned | None:
+    def ask_confidence(self, marker: str) -> PlannedCall | None:
         """Return the call that has the policy go on behind its last answer with a confidence. None
         if it has stated one, or has given no answer, or if there is no room.
         """
@@ -424,7 +421,7 @@ class Session:
         left = min(left, self.limits.sequence_tokens - len(prompt_ids), CONFIDENCE_TOKENS)
         if left < 1:
             return None
-        return Planned(
+        return PlannedCall(
             asked=AskedCall(text=""),
             prompt_ids=prompt_ids,
             parent=last,
@@ -433,7 +430,7 @@ class Session:
             names=(self._name_of(prompt_ids),),
         )
 
-    def add_confidence(self, planned: Planned, response: Response) -> None:
+    def add_confidence(self, planned: PlannedCall, response: Response) -> None:
         """Add what the policy stated when it was asked; the session may be sealed."""
         self._confidence = self._turn(planned, planned.names[0], response)
 

@@ -23,7 +23,7 @@ from megatron_dcpo.architectures.config_json import (
     parse_architecture,
 )
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.engine import (
     Engine,
     PartialRollout,
@@ -515,7 +515,7 @@ class _Slots:
 
     def __init__(self, batch: _Batch) -> None:
         self.batch = batch
-        self.taken: dict[int, Call] = {}
+        self.taken: dict[int, EngineCall] = {}
         self._free = deque(range(len(batch.samples)))
 
     def admit(self, arrivals: Arrivals) -> list[int]:

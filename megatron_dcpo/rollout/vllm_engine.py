@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -137,7 +137,7 @@ class VllmEngine(Engine):
         """
         self._check_can_sample(sampling)
         engine = self.llm.llm_engine
-        calls: dict[str, Call] = {}  # by the names of vLLM's requests
+        calls: dict[str, EngineCall] = {}  # by the names of vLLM's requests
         number = 0
         self._told.clear()  # the names of an earlier rollout come again
         with _errors_of_generation(), preserve_process_state():
@@ -161,7 +161,7 @@ class VllmEngine(Engine):
                 drain(engine)
                 raise
 
-    def _add_call(self, name: str, call: Call, sampling: SamplingConfig, step: int) -> None:
+    def _add_call(self, name: str, call: EngineCall, sampling: SamplingConfig, step: int) -> None:
         params = self._params(
             sampling=replace(sampling, max_tokens=call.max_tokens),
             step=step,
@@ -175,7 +175,7 @@ class VllmEngine(Engine):
         self.llm.llm_engine.add_request(name, tokens, params)
 
     def _serve_step(
-        self, calls: dict[str, Call], sampling: SamplingConfig, step: int
+        self, calls: dict[str, EngineCall], sampling: SamplingConfig, step: int
     ) -> list[Response]:
         """Return the responses that are finished after a step; their calls are taken out."""
         finished = []
@@ -206,7 +206,7 @@ class VllmEngine(Engine):
         self._withdraw(ended, calls)
         return finished
 
-    def _length_told(self, name: str, call: Call, completion: CompletionOutput) -> int | None:
+    def _length_told(self, name: str, call: EngineCall, completion: CompletionOutput) -> int | None:
         """Tell a call the tokens that are new; return the length at which it ends, if it does."""
         if call.ends is None:
             return None
@@ -217,7 +217,7 @@ class VllmEngine(Engine):
         self._told[name] = len(completion.token_ids)
         return None
 
-    def _withdraw(self, names: list[str], calls: dict[str, Call]) -> None:
+    def _withdraw(self, names: list[str], calls: dict[str, EngineCall]) -> None:
         """Take requests back from vLLM."""
         if names:
             self.llm.llm_engine.abort_request(names)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError, one_line, pip_install
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -118,7 +118,7 @@ class ServerEngine(Engine):
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
         arrivals = Arrivals()
-        arrivals.put(*(Call(prompt, index, sampling.max_tokens) for prompt, index in samples))
+        arrivals.put(*(EngineCall(prompt, index, sampling.max_tokens) for prompt, index in samples))
         arrivals.close()
         for responses in self.serve(arrivals, sampling, step):
             if responses:
@@ -310,9 +310,9 @@ class _Requests:
         self.pool = pool
         self.arrivals = arrivals
         self.under_way: dict[ResponseKey, threading.Event] = {}
-        self.done: queue.SimpleQueue[tuple[Call, Future[Response]]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[EngineCall, Future[Response]]] = queue.SimpleQueue()
 
-    def send(self, call: Call, sample: Callable[..., Response]) -> None:
+    def send(self, call: EngineCall, sample: Callable[..., Response]) -> None:
         withdraw = self.under_way[call.key] = threading.Event()
         request = self.pool.submit(sample, (call.prompt, call.index), withdraw=withdraw)
         request.add_done_callback(partial(self._is_done, call))
@@ -331,12 +331,12 @@ class _Requests:
                 finished.append(_cut_at_text(request.result(), call))
         return finished
 
-    def _is_done(self, call: Call, request: Future[Response]) -> None:
+    def _is_done(self, call: EngineCall, request: Future[Response]) -> None:
         self.done.put((call, request))
         self.arrivals.wake()
 
 
-def _cut_at_text(response: Response, call: Call) -> Response:
+def _cut_at_text(response: Response, call: EngineCall) -> Response:
     """Return a response up to the token with which its call ends."""
     if call.ends is None:
         return response

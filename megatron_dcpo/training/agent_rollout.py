@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.config import Config
@@ -13,17 +11,15 @@ from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.training.provenance import date_of
-from megatron_dcpo.types import Prompt
 
 
 def build_agent_rollout(
     config: Config,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
     sequence_tokens: int,
 ) -> AgentRollout:
-    """Return what runs agents on ``prompts`` beside this rank's engine. A session may have
+    """Return what runs agents beside this rank's engine. A session may have
     ``sequence_tokens`` tokens, prompt and responses.
     """
     chat = ChatTokens(
@@ -37,6 +33,5 @@ def build_agent_rollout(
         config.rollout,
         sequence_tokens=sequence_tokens,
         marker=config.judging.marker,
-        prompts=prompts,
     )
     return AgentRollout(engine, chat, options, model=hub.name_of(config.model.path))

@@ -21,7 +21,7 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method, resolve
 from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import hub
-from megatron_dcpo.runtime.brought import ENVIRONMENTS, REASONING_GYM
+from megatron_dcpo.runtime.brought import REASONING_GYM
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -193,10 +193,8 @@ def describe_weights(path: str, arch: Architecture) -> str:
 
 def _is_unread(path: str, allow_missing: bool) -> bool:
     """Return whether the data is not on this machine and need not be: because missing data is
-    allowed, an environment of others among it, or because a run fetches it from the hub.
+    allowed, or because a run fetches it from the hub.
     """
-    if path.startswith(ENVIRONMENTS):
-        return allow_missing
     if path.startswith(REASONING_GYM) or is_here(path):
         return False
     return allow_missing or (is_hub_name(path) and importlib.util.find_spec("datasets") is not None)

@@ -466,14 +466,10 @@ def build_rollouts(
 
 def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> Agents:
     """Return what runs agents beside this rank's engine."""
-    prompts = [prompt for source in inputs.sources for prompt in source.prompts]
-    if inputs.held_out is not None:
-        prompts += inputs.held_out.prompts.values()
     agents: Agents = load_part(_AGENTS)(
         config=config,
         engine=engine,
         tokenizer=inputs.tokenizer,
-        prompts=prompts,
         sequence_tokens=longest_sequence(config, inputs.held_out),
     )
     return agents

@@ -19,7 +19,6 @@ from megatron_dcpo.data.prompts import without_box_request
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.source_verifiers import (
-    check_rollouts,
     named_sources,
     path_of,
     verifier_of,
@@ -55,9 +54,6 @@ def load_sources(
             keep_columns=keeps_columns or bool(config.data.order),
             columns=source.columns,
         )
-        template = source.template or config.data.template
-        rows = [prompt.row for prompt in prompts]
-        check_rollouts(rows, config.rollout.agent, template, source.path)
         prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)
         check_problems(verifier, prompts, source.path)

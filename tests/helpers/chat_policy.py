@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response, ResponseKey
@@ -78,7 +78,7 @@ class ScriptedEngine:
         self.answer = answer
         self.eos_token_ids = self.chat.eos_ids
         self.weights_version = 3
-        self.calls: list[Call] = []
+        self.calls: list[EngineCall] = []
         self.cancelled: set[ResponseKey] = set()
         self.is_stuck = False
 
@@ -92,7 +92,7 @@ class ScriptedEngine:
             self.calls += calls
             yield [self._response(call, step) for call in calls]
 
-    def _response(self, call: Call, step: int) -> Response:
+    def _response(self, call: EngineCall, step: int) -> Response:
         text = self.answer(self.chat.text_of(call.prompt.token_ids))
         ids = [*self.chat.encode(text), self.eos_token_ids[0]][: call.max_tokens]
         ends = ids[-1:] == [self.eos_token_ids[0]]

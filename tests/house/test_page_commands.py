@@ -19,7 +19,6 @@ WITH_COMMANDS = [page for page in map(read_page, PAGES) if page.commands]
 READERS_OWN = {
     "docs/conversion.md": {"runs/x/checkpoints"},
     "docs/evaluate.md": {"pairs.jsonl", "runs/other", "runs/train/samples.jsonl"},
-    "docs/environments.md": {"hotpotqa_val.jsonl", "gym/bin/python"},
     "docs/metrics.md": {"runs/eval", "runs/fit/samples.jsonl", "runs/other"},
     "docs/posthoc.md": {"train.jsonl", "runs/eval/samples.jsonl"},
     "docs/serve.md": {"train.jsonl"},

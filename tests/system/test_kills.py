@@ -5,14 +5,11 @@ disturbed. DCPO_KILLS of each (``make test-resilience``: 30).
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.environments import STAND_INS
 from tests.helpers.kills import KILLS, KILLS_OF_A_ROUND, killed_in_rounds
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run, without_clocks
@@ -78,23 +75,6 @@ def test_a_training_that_starts_from_an_adapter(adapter: Path, tmp_path: Path) -
         )
 
     assert_killed(killed_in_rounds(words, training_of, tmp_path))
-
-
-@pytest.mark.full
-def test_a_training_on_an_environment(tmp_path: Path) -> None:
-    values = {
-        "base": str(QUICKSTART / "dcpo.yaml"),
-        "data": {"path": "verifiers:sums-env", "max_prompt_length": 90},
-        "judging": {"threshold": 0.5},
-    }
-    config = tmp_path / "environments.yaml"
-    config.write_text(json.dumps(values))  # JSON is YAML
-
-    def words(directory: Path) -> tuple[object, ...]:
-        return ("train", "--config", config, f"run_dir={directory}", "--resume", "auto", *SMALL)
-
-    paths = os.pathsep.join(filter(None, (str(STAND_INS), os.environ.get("PYTHONPATH", ""))))
-    assert_killed(killed_in_rounds(words, training_of, tmp_path, PYTHONPATH=paths))
 
 
 def test_an_evaluation(tmp_path: Path) -> None:

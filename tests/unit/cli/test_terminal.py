@@ -16,7 +16,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.sandbox import judge as sandbox
+from megatron_dcpo.sandbox import program_judge as sandbox
 from megatron_dcpo.sandbox.tests import CodeVerdict
 from tests.helpers.evaluated import evaluated, trained
 from tests.helpers.paths import REPOSITORY

@@ -20,7 +20,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import run as evaluation_run
+from megatron_dcpo.evaluation import evaluation_run as evaluation_run
 from megatron_dcpo.evaluation.samples import Sample, read_samples
 from megatron_dcpo.judging.verifiers import digest_of
 from tests.helpers.fake_server import FakeServer, Reply

@@ -42,7 +42,7 @@ def rollout(request: pytest.FixtureRequest) -> Iterator[AgentRollout]:
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "quickstart" / "policy")
     chat = ChatTokens(tokenizer, token_bytes(tokenizer), (tokenizer.eos_token_id,))
     engine: Any = ScriptedEngine(lambda text: SCRIPT[text], chat)
-    made = AgentRollout(engine, chat, options_of(config.rollout, 64, "<conf>", []), "policy")
+    made = AgentRollout(engine, chat, options_of(config.rollout, 64, "<conf>"), "policy")
     yield made
     made.close()
 

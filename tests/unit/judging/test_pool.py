@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.judging import pool as pool_module
+from megatron_dcpo.judging import worker_pool as pool_module
 from megatron_dcpo.judging.math.pool import MEMORY_BYTES, VerifierPool
 from megatron_dcpo.judging.worker_pool import STARTS, WorkerNotStarted
 

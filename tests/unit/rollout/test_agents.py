@@ -264,7 +264,7 @@ def _is_running(mark: str) -> bool:
 
 
 def test_a_hundred_sessions_leave_nothing_behind(agents: AgentRollout) -> None:
-    """Case 8: no descriptors, but for connections that are just being closed; the door knows no
+    """Case 8: no descriptors, but for connections that are just being closed; the endpoint knows no
     session and waits for no call.
     """
     sampled(agents, "nothing", times=5)
@@ -272,8 +272,8 @@ def test_a_hundred_sessions_leave_nothing_behind(agents: AgentRollout) -> None:
     got = sampled(agents, "nothing", "scores", times=50)
     assert len(got) == 100
     assert len(os.listdir("/proc/self/fd")) <= before + 20
-    assert agents.door._guests == {}
-    assert agents.door._waiting == {}
+    assert agents.endpoint._sessions == {}
+    assert agents.endpoint._waiting == {}
 
 
 def test_the_same_samples_make_the_same_responses(agents: AgentRollout) -> None:
@@ -292,7 +292,7 @@ def test_a_rollout_that_is_given_up_ends_its_agents(agents: AgentRollout) -> Non
     stream = agents.stream([(prompt, 0), (nothing, 0)], SamplingConfig(max_tokens=99), 1)
     assert [one.prompt_id for one in next(stream)] == ["q"]
     stream.close()
-    assert agents.door._guests == {}
+    assert agents.endpoint._sessions == {}
     # what comes late from there is not taken for a session of the next one
     assert len(sampled(agents, "scores", times=3)) == 3
 
@@ -337,12 +337,47 @@ def test_an_agent_that_cannot_be_loaded_ends_the_run_at_its_start(
         pass
 
 
+def test_a_python_that_cannot_be_run_ends_the_run_at_its_start(tmp_path: Path) -> None:
+    path = write(tmp_path, AGENT)
+    for python in (str(tmp_path / "nothing"), path.partition(":")[0]):
+        with (
+            pytest.raises(UserError, match=r"rollout\.agent=.*agent\.py:run"),
+            rollout(agent=path, python=python),
+        ):
+            pass
+
+
+def test_a_python_that_ends_fails_its_sessions_and_is_started_again(tmp_path: Path) -> None:
+    """It has a PYTHONPATH of its own, and nothing of this package."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    text = (
+        AGENT
+        + """
+async def lonely(problem, client):
+    return {"score": 1, "ours": "megatron_dcpo" in sys.modules, "path": "PYTHONPATH" in os.environ}
+
+async def takes_along(problem, client):
+    os.kill(os.getppid(), 9)
+    time.sleep(1000)
+"""
+    )
+    with rollout(agent=write(tmp_path, text), python=str(python)) as made:
+        (one,) = sampled(made, "lonely").values()
+        assert one.verdict == {"score": 1.0, "ours": False, "path": False}
+        (lost,) = sampled(made, "takes_along").values()
+        assert lost.failure
+        (again,) = sampled(made, "scores").values()
+        assert again.verdict == {"score": 0.25}
+
+
 def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
     with rollout(agent=write(tmp_path, AGENT)) as made:
-        made.hosts[""]._process.kill()
-        made.hosts[""]._process.wait()
+        made.host._process.kill()
+        made.host._process.wait()
         assert len(sampled(made, "scores", times=2)) == 2
-        started = made.hosts[""]._process.pid
+        started = made.host._process.pid
 
         def late() -> None:
             time.sleep(0.5)
@@ -362,7 +397,7 @@ def test_a_process_that_has_said_its_last_starts_no_session() -> None:
     be heard of.
     """
     says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
-    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says), ()), 5.0)
+    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says)), 5.0)
     first = host._process
     time.sleep(0.5)
     number = host.start({}, "", "")
@@ -482,6 +517,6 @@ def test_an_engine_that_fails_ends_the_sessions_and_the_next_rollout_works(tmp_p
         with pytest.raises(EngineError):
             sampled(made, "waits")
         engine.serve = serve
-        assert made.door._guests == {}
+        assert made.endpoint._sessions == {}
         got = sampled(made, "scores", times=2)
         assert all(one.failure is None for one in got.values())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.types import Prompt, Response, ResponseKey
@@ -28,7 +28,7 @@ def prompt(number: int) -> Prompt:
 
 
 def served(
-    engine: TransformersEngine, calls: list[Call], at_once: int, delays: random.Random
+    engine: TransformersEngine, calls: list[EngineCall], at_once: int, delays: random.Random
 ) -> Mapping[ResponseKey, Response]:
     """Serve calls that arrive a few at a time."""
     arrivals = Arrivals()
@@ -54,7 +54,7 @@ def test_calls_that_arrive_get_what_the_stream_gives(engine: TransformersEngine)
         for response in together
     }
     for seed in range(3):
-        calls = [Call(one, index, SAMPLING.max_tokens) for one, index in samples]
+        calls = [EngineCall(one, index, SAMPLING.max_tokens) for one, index in samples]
         random.Random(seed).shuffle(calls)
         got = served(engine, calls, at_once=1 + seed, delays=random.Random(seed))
         assert got.keys() == expected.keys()
@@ -66,8 +66,8 @@ def test_calls_that_arrive_get_what_the_stream_gives(engine: TransformersEngine)
 
 def test_a_call_has_limits_of_its_own(engine: TransformersEngine) -> None:
     one = prompt(1)
-    (whole,) = served(engine, [Call(one, 0, 24)], 1, random.Random(0)).values()
-    (short,) = served(engine, [Call(one, 0, 3)], 1, random.Random(0)).values()
+    (whole,) = served(engine, [EngineCall(one, 0, 24)], 1, random.Random(0)).values()
+    (short,) = served(engine, [EngineCall(one, 0, 3)], 1, random.Random(0)).values()
     assert short.token_ids.tolist() == whole.token_ids[:3].tolist()
     assert short.finish_reason == "length"
     told: list[int] = []
@@ -76,7 +76,7 @@ def test_a_call_has_limits_of_its_own(engine: TransformersEngine) -> None:
         told.append(token)
         return len(told) == 5
 
-    (stopped,) = served(engine, [Call(one, 0, 24, ends)], 1, random.Random(0)).values()
+    (stopped,) = served(engine, [EngineCall(one, 0, 24, ends)], 1, random.Random(0)).values()
     assert told == stopped.token_ids.tolist() == whole.token_ids[:5].tolist()
     assert stopped.finish_reason == "stop"
 
@@ -85,7 +85,7 @@ def test_a_call_that_is_cancelled_gets_nothing_and_frees_its_slot(
     engine: TransformersEngine,
 ) -> None:
     arrivals = Arrivals()
-    calls = [Call(prompt(number), 0, 24) for number in range(6)]
+    calls = [EngineCall(prompt(number), 0, 24) for number in range(6)]
     arrivals.put(*calls)
     arrivals.cancel(calls[5].key)  # that waits
     got = []

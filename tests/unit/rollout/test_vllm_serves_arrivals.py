@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.arrivals import Arrivals, Call
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
 from megatron_dcpo.rollout.engine import Engine, SlotSteps
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
@@ -81,8 +81,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def call(name: str, token: int, count: int, most: int = 20, **options: Any) -> Call:
-    return Call(Prompt(name, (), (token, count), "", "t"), 1, most, **options)
+def call(name: str, token: int, count: int, most: int = 20, **options: Any) -> EngineCall:
+    return EngineCall(Prompt(name, (), (token, count), "", "t"), 1, most, **options)
 
 
 def test_calls_are_added_between_steps(engine: Any) -> None:

@@ -1,1 +1,0 @@
-"""Stand-ins of NeMo Gym."""

@@ -1,0 +1,1 @@
+"""What ``nemo_gym_agent.py`` uses of NeMo Gym 0.4."""

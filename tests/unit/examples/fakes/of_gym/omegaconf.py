@@ -1,0 +1,2 @@
+class OmegaConf:
+    create = dict

@@ -1,0 +1,3 @@
+"""Not installed: it would use httpx."""
+
+raise ImportError
