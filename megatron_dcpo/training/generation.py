@@ -31,7 +31,7 @@ Stream = Callable[[Samples, SamplingConfig, int], Generator[list[Response], None
 
 
 class Agents(Protocol):
-    """What makes the responses where a run has ``rollout.agent``, beside this rank's engine."""
+    """What makes the responses where a run has ``rollout.agent``, with this rank's engine."""
 
     stream: Stream
 

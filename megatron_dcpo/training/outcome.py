@@ -61,7 +61,7 @@ def _changes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write_cards(run_dir: Path) -> None:
-    """Write a model card beside the trained policy, and beside its adapter if it has one."""
+    """Write a model card for the trained policy, and for its adapter if it has one."""
     for name in ("policy", ADAPTER):
         if (run_dir / name).is_dir():
             write_card(run_dir, run_dir / name)

@@ -465,7 +465,7 @@ def build_rollouts(
 
 
 def agent_rollout(config: Config, inputs: Inputs, engine: Engine) -> Agents:
-    """Return what runs agents beside this rank's engine."""
+    """Return what runs agents with this rank's engine."""
     agents: Agents = load_part(_AGENTS)(
         config=config,
         engine=engine,
