@@ -33,4 +33,6 @@ def model_of(path: Path) -> Path:
     model = load_config(path).model.path
     if model.startswith("runs/"):  # trained from this one
         return EXAMPLES / "quickstart" / "policy"
+    if (MODELS / model).is_dir():  # a name of the hub
+        return MODELS / model
     return REPOSITORY / model

@@ -263,5 +263,5 @@ def test_servers_and_their_addresses() -> None:
 def test_every_rule_of_a_configuration_is_broken_by_none_of_the_defaults() -> None:
     """And no two rows of the table say the same."""
     rules.check_configuration(config(), "defaults")
-    said = [conflict.says for conflict in rules.CONFLICTS]
+    said = [(conflict.when, conflict.says) for conflict in rules.CONFLICTS]
     assert len(said) == len(set(said)) > 20
