@@ -31,44 +31,42 @@ for _name in (
 
 
 @torch.library.custom_op("rehearsed::attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, flops: float) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("there are only shapes")
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, flops: float) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("rehearsed::attention_backward", mutates_args=())
 def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: float
+    q: Tensor, k: Tensor, v: Tensor, flops: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise NotImplementedError("there are only shapes")
 
 
 @_attention_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, flops: float) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 @register_flop_formula(torch.ops.rehearsed.attention)
 def _forward_flops(
-    q: torch.Size, k: torch.Size, v: torch.Size, pairs: float, **_: object
+    q: torch.Size, k: torch.Size, v: torch.Size, flops: float, **_: object
 ) -> int:
     """Two products, of queries with keys and of their scores with values."""
-    heads = math.prod(q[:-2])
-    return int(2 * heads * q[-2] * k[-2] * pairs * (q[-1] + v[-1]))
+    return int(flops)
 
 
 @register_flop_formula(torch.ops.rehearsed.attention_backward)
 def _backward_flops(
-    q: torch.Size, k: torch.Size, v: torch.Size, pairs: float, **_: object
+    q: torch.Size, k: torch.Size, v: torch.Size, flops: float, **_: object
 ) -> int:
     """Five products, as the scores are computed again."""
-    heads = math.prod(q[:-2])
-    return int(2 * heads * q[-2] * k[-2] * pairs * (3 * q[-1] + 2 * v[-1]))
+    return int(2.5 * flops)
 
 
 class _Attention(torch.autograd.Function):
@@ -77,17 +75,17 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pairs: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flops: float) -> Tensor:  # noqa: ANN401
         out: Tensor
-        out, logsumexp = torch.ops.rehearsed.attention(q, k, v, pairs)
-        ctx.pairs = pairs
+        out, logsumexp = torch.ops.rehearsed.attention(q, k, v, flops)
+        ctx.flops = flops
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         q, k, v, _, _ = ctx.saved_tensors
-        return (*torch.ops.rehearsed.attention_backward(q, k, v, ctx.pairs), None)
+        return (*torch.ops.rehearsed.attention_backward(q, k, v, ctx.flops), None)
 
 
 def attention(
@@ -110,7 +108,11 @@ def attention(
         raise RuntimeError(f"attention of {query.dtype} to {key.dtype} and {value.dtype}")
     if not enable_gqa and key.shape[1] != query.shape[1]:
         raise RuntimeError(f"attention of {query.shape[1]} heads to {key.shape[1]}")
-    out: Tensor = _Attention.apply(query, key, value, 0.5 if is_causal else 1.0)
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    if is_causal:
+        pairs //= 2
+    flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+    out: Tensor = _Attention.apply(query, key, value, flops)
     return out
 
 

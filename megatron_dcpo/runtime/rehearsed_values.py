@@ -102,7 +102,7 @@ def read(tensor: Tensor) -> Tensor:
 @contextmanager
 def readable(told: Callable[[Tensor], None]) -> Iterator[None]:
     """Have tensors without values answer where the host reads them as lists or arrays, or copies
-    them with what refers to them, and tell ``told`` of each one that it reads.
+    or pickles what refers to them, and tell ``told`` of each one that it reads.
     """
 
     def tolist(tensor: Tensor) -> object:
@@ -118,9 +118,13 @@ def readable(told: Callable[[Tensor], None]) -> Iterator[None]:
     def deepcopy(tensor: Tensor, _: object) -> Tensor:
         return tensor.clone()
 
+    def reduce(tensor: Tensor, _: object) -> tuple[Callable[..., Tensor], tuple[object, ...]]:
+        return torch.empty, (tuple(tensor.shape),)
+
     with (
         patch.object(FakeTensor, "tolist", tolist),
         patch.object(FakeTensor, "numpy", numpy),
+        patch.object(FakeTensor, "__reduce_ex__", reduce),
         patch.object(Tensor, "__deepcopy__", deepcopy),
     ):
         yield

@@ -114,6 +114,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield module, "broadcast_object_list", _unchanged
         yield module, "barrier", _unchanged
     yield torch, "tensor", _tensor(torch.tensor)
+    # by which storages are told apart; those of fake tensors are nowhere
+    yield torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata
     yield distributed.Collectives, "exchange", _exchange
     yield nn.Module, "_apply", _apply
     yield FakeTensorMode, "avoid_device_init", True  # it would call a kernel to move a constant

@@ -1,4 +1,4 @@
-"""The stand-in for Transformer Engine (``tests/stand_in``) in processes of their own."""
+"""The stand-in for Transformer Engine (``megatron_dcpo/rehearsal/stand_in``) in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import os
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.paths import REPOSITORY
 
-STAND_IN = Path(__file__).parents[1] / "stand_in"
+STAND_IN = REPOSITORY / "megatron_dcpo/rehearsal/stand_in"
 VARIABLE = "DCPO_TEST_TRANSFORMER_ENGINE"
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 from torch import Tensor
+from transformer_engine.pytorch import shapes
 from transformer_engine.pytorch.pointers import refuse_misread
 from transformer_engine.pytorch.signatures import checked
 
@@ -17,6 +18,8 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **options: object) -> Tensor:
     assert not options.get("interleaved")
     # The kernel reads freqs[position * d' + i] and int32 bounds; of t it is told the strides.
     refuse_misread("the angles", freqs.float(), like=t)
+    if shapes.is_fake(t):
+        return shapes.rotated(t, freqs)
     if options.get("tensor_format", "sbhd") == "thd":
         refuse_misread("cu_seqlens", options["cu_seqlens"], like=t, dtype=torch.int32)  # type: ignore[arg-type]
         bounds = options["cu_seqlens"].tolist()  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 CUDNN_ALIGNMENT = 16  # bytes, of which cuDNN's attention asks for at the beginning of its tensors
 
@@ -38,5 +39,5 @@ def refuse_misread(
         raise Misread(f"{name} has the strides {tensor.stride()}, the last one has to be 1")
     if not rows_only and not tensor.is_contiguous():
         raise Misread(f"{name} {tuple(tensor.shape)} is not contiguous: {tensor.stride()}")
-    if tensor.data_ptr() % alignment:
+    if not isinstance(tensor, FakeTensor) and tensor.data_ptr() % alignment:
         raise Misread(f"{name} begins at {tensor.data_ptr():#x}, no multiple of {alignment} bytes")

@@ -1,5 +1,5 @@
-"""Transformer Engine on the CPU: the parts that Megatron-core's layers use, computed in plain
-torch.
+"""Transformer Engine without a GPU: the parts that Megatron-core's layers use, computed in plain
+torch on the CPU; of a rehearsal's tensors, which hold nothing, the shapes alone (``shapes.py``).
 
 Constructors and ``forward`` take the arguments of the real package, no others (``signatures.json``,
 made from its source by ``tools/transformer_engine_signatures.py``). What is here computes in full

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformer_engine.pytorch import shapes
 from transformer_engine.pytorch.pointers import CUDNN_ALIGNMENT, refuse_misread
 from transformer_engine.pytorch.signatures import checked
 
@@ -36,6 +37,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     Hugging Face's in bf16.
     """
     refuse_misread("the weight of a norm", weight, like=x)
+    if shapes.is_fake(x):
+        return shapes.norm(x, weight)
     scale = weight.float() + zero_centered
     return (F.rms_norm(x.float(), weight.shape, None, eps) * scale).to(x.dtype)
 
@@ -130,6 +133,8 @@ class Linear(_Module):
         return self._multiply(inp, is_first_microbatch)
 
     def _multiply(self, x: Tensor, first: bool | None) -> Any:
+        if shapes.is_fake(x):
+            return shapes.linear(self, x)
         from megatron.core.tensor_parallel import mappings  # which imports this package
 
         if self.tp_size > 1 and self.parallel_mode == "column":
@@ -180,16 +185,40 @@ class LayerNormLinear(Linear):
 
     @checked("LayerNormLinear.forward")
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        if shapes.is_fake(inp):
+            refuse_misread("the weight of a norm", self.layer_norm_weight, like=inp)
+            return shapes.linear(self, inp, norm_weight=self.layer_norm_weight)
         normed = _norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
         return self._multiply(normed, is_first_microbatch)
 
 
 class GroupedLinear(_Module):
-    """Experts; named for Megatron's import, and used by no test."""
+    """Experts, of which there are only shapes: ``num_gemms`` linear layers, each for its share of
+    the tokens.
+    """
 
     @checked("GroupedLinear.__init__")
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("the stand-in has no experts")
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, **options: Any
+    ) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
+        self.fp8 = self.fp8_calibration = False
+        assert not options.get("bias"), "the stand-in has experts without biases"
+        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
+        for number in range(num_gemms):
+            weight = nn.Parameter(torch.empty(out_features, in_features, **kind))
+            self.register_parameter(f"weight{number}", weight)
+
+    @checked("GroupedLinear.forward")
+    def forward(
+        self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> Any:
+        if not shapes.is_fake(inp):
+            raise NotImplementedError("the stand-in computes no experts")
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        return shapes.grouped_linear(inp, m_splits, weights)
 
 
 def _extra_state_may_be_missing(_: nn.Module, keys: Any) -> None:
@@ -215,6 +244,7 @@ class DotProductAttention(_Module):
         # tokens before and after the one that attends; -1 for all
         self.window = options.get("window_size") or (-1, 0)
         self.cp_group = options.get("cp_group")
+        self.cp_comm_type = options.get("cp_comm_type")
         if self.cp_group is not None:
             assert options["cp_comm_type"] in ("p2p", "all_gather")
             assert self.window == (-1, 0) or options["cp_comm_type"] == "all_gather"
@@ -248,6 +278,11 @@ class DotProductAttention(_Module):
         for name in ("cu_seqlens_q", "cu_seqlens_kv"):
             if options.get(name) is not None:
                 refuse_misread(name, options[name], like=query_layer, dtype=torch.int32)
+        if shapes.is_fake(query_layer):
+            bounds = None
+            if options.get("qkv_format", "sbhd") == "thd":
+                bounds = options["cu_seqlens_q"]
+            return shapes.attention(self, layers, bounds)
         if self.cp_group is not None:
             return self._across_ranks(layers, options)
         if options.get("qkv_format", "sbhd") == "thd":
