@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import textwrap
@@ -116,6 +117,20 @@ async def forges(problem, client):
     except openai.AuthenticationError:
         return {"score": 0.5}
 
+async def kills(problem, client):
+    os.kill(os.getppid(), 9)
+    time.sleep(1000)
+
+async def stops(problem, client):
+    os.kill(os.getppid(), 19)
+    time.sleep(1000)
+
+async def nested(problem, client):
+    value = []
+    for _ in range(problem["row"]["levels"]):
+        value = [value]
+    return {"score": 0.5, "trace": value}
+
 async def wrong(problem, client):
     return {"score": 7}
 
@@ -154,7 +169,7 @@ def rollout(answer: Any = lambda text: "It is 42.", **changed: Any) -> Iterator[
 
 
 def sampled(
-    made: AgentRollout, *does: str, times: int = 1, most: int = 2000, **row: str
+    made: AgentRollout, *does: str, times: int = 1, most: int = 2000, **row: Any
 ) -> dict[ResponseKey, Response]:
     samples = []
     for name in does:
@@ -211,6 +226,16 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(agents: AgentRollout) -
     assert "agent.py" in str(got["crashes", 0].failure)
     assert "3" in str(got["exits", 0].failure)
     assert got["scores", 0].failure is None
+
+
+@pytest.mark.parametrize("levels", [90, 975, 1500])
+def test_a_verdict_is_no_deeper_than_json_is_read(tmp_path: Path, levels: int) -> None:
+    """Whatever the agent's module does with Python's limit, which was ours then."""
+    path = write(tmp_path, AGENT + "\nsys.setrecursionlimit(100_000)")
+    with rollout(agent=path) as made:
+        got = sampled(made, "nested", "scores", levels=levels)
+    assert got["scores", 0].failure is None
+    assert (got["nested", 0].failure is None) == (levels < 100)
 
 
 def test_a_session_whose_budget_is_used_up_is_truncated_and_stays(agents: AgentRollout) -> None:
@@ -357,60 +382,68 @@ def test_a_python_that_ends_fails_its_sessions_and_is_started_again(tmp_path: Pa
         + """
 async def lonely(problem, client):
     return {"score": 1, "ours": "megatron_dcpo" in sys.modules, "path": "PYTHONPATH" in os.environ}
-
-async def takes_along(problem, client):
-    os.kill(os.getppid(), 9)
-    time.sleep(1000)
 """
     )
     with rollout(agent=write(tmp_path, text), python=str(python)) as made:
         (one,) = sampled(made, "lonely").values()
         assert one.verdict == {"score": 1.0, "ours": False, "path": False}
-        (lost,) = sampled(made, "takes_along").values()
+        (lost,) = sampled(made, "kills").values()
         assert lost.failure
         (again,) = sampled(made, "scores").values()
         assert again.verdict == {"score": 0.25}
 
 
 def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
-    with rollout(agent=write(tmp_path, AGENT)) as made:
-        made.host._process.kill()
-        made.host._process.wait()
-        assert len(sampled(made, "scores", times=2)) == 2
-        started = made.host._process.pid
-
-        def late() -> None:
-            time.sleep(0.5)
-            os.kill(started, 9)
-
-        import threading
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        got = sampled(made, "waits")
-        thread.join()
-        assert got["waits", 0].failure
+    path = write(tmp_path, AGENT)
+    with rollout(agent=path) as made:
+        for _ in range(2):
+            (lost,) = sampled(made, "kills").values()
+            assert lost.failure
+            assert len(sampled(made, "scores", times=2)) == 2
 
 
-def test_a_process_that_has_said_its_last_starts_no_session() -> None:
-    """One that fails closes its output long before it has ended: a session given to it would never
-    be heard of.
-    """
-    says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
-    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says)), 5.0)
-    first = host._process
-    time.sleep(0.5)
-    number = host.start({}, "", "")
-    deadline = time.monotonic() + 20
-    outcomes = host.outcomes()
-    while not outcomes:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        outcomes = host.outcomes()
-    assert [one for one, _ in outcomes] == [number]
-    assert "error" in outcomes[0][1]
-    assert first.poll() is not None
-    host.close()
+def test_one_that_is_stopped_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_dcpo.rollout.agents._KILL_SECONDS", 1.0)
+    with rollout(agent=write(tmp_path, AGENT), seconds=3.0) as made:
+        (lost,) = sampled(made, "stops").values()
+        assert lost.failure
+        (again,) = sampled(made, "scores").values()
+        assert again.verdict == {"score": 0.25}
+
+
+def ready_and(then: str) -> HostProgram:
+    """A process that says that it can start agents, and then does something else."""
+    says = "import os, sys, time; print('0 0 15\\n{\"ready\": true}', end='', flush=True); "
+    return HostProgram("agent", (sys.executable, "-c", says + then))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "sys.stdin.read()",
+        "os.close(1); sys.stdin.read()",
+        "print('1 2', flush=True); sys.stdin.read()",
+    ],
+    ids=["says nothing", "has said its last", "says what nobody understands"],
+)
+def test_a_session_waits_for_no_process_that_does_not_answer(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, swapped, ended but for its last lines: the next session gets another process."""
+    monkeypatch.setattr("megatron_dcpo.rollout.agents._KILL_SECONDS", 0.5)
+
+    async def outcomes() -> None:
+        host = AgentHost(ready_and(then), 0.5)
+        first = await host.start()
+        began = time.monotonic()
+        assert "error" in await host.run({}, "", "")
+        assert time.monotonic() - began < 10
+        assert await host.start() is not first
+        await host.close()
+
+    asyncio.run(outcomes())
 
 
 # -------------------------------------------------------------------------------------- commands

@@ -63,6 +63,12 @@ class Running:
         session = Session(prompt, 0, chat, SessionLimits(**given))
         return session, self.endpoint.open(session)
 
+    def seal(self, key: str) -> None:
+        async def sealed() -> None:
+            self.endpoint.seal(key)
+
+        self.endpoint.run(sealed())
+
     def client(self, key: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.endpoint.url}/s/{key}/v1",
@@ -112,7 +118,7 @@ def test_a_chat_of_two_turns_with_a_tool(running: Running) -> None:
     assert second.choices[0].message.content == "It is 42."
     assert second.choices[0].finish_reason == "stop"
     assert second.usage is not None
-    assert second.usage.prompt_tokens == len(session.turns[1].planned.prompt_ids)
+    assert second.usage.prompt_tokens == len(session.turns[1].prompt.token_ids)
     assert session.turns[1].parent is session.turns[0]
     assert session.retokenized == 0
 
@@ -221,7 +227,7 @@ def test_keys(running: Running) -> None:
     assert running.post(f"/s/{key}/v1/responses", body)[0] == 404
     assert running.post(f"/s/{key}{path}", body, {"Host": "example.com"})[0] == 403
     assert running.post(f"/s/{key}{path}", body, {"Origin": "http://example.com"})[0] == 403
-    running.endpoint.seal(key)
+    running.seal(key)
     assert running.post(f"/s/{key}{path}", body)[0] == 409
     with pytest.raises(openai.ConflictError):
         running.client(key).chat.completions.create(model="x", messages=[QUESTION])
@@ -316,7 +322,7 @@ def test_the_end_of_a_session_gives_up_its_calls(running: Running) -> None:
     while not session.calls:
         time.sleep(0.01)
     time.sleep(0.1)
-    running.endpoint.seal(key)
+    running.seal(key)
     asking.join()
     running.engine.is_stuck = False
     assert statuses == [409]
