@@ -15,9 +15,8 @@ import logging
 import os
 import queue
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,57 +46,30 @@ _HOST = Path(__file__).with_name("agent_host.py")
 _RUNS_FILE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-@dataclass(frozen=True)
-class AgentOptions:
-    """What runs, a function by import path (``agent``) in the Python at ``python``, or a
-    ``command``, and its limits. ``sequence_tokens`` is the longest sequence that the engine takes;
-    ``marker`` opens a confidence, for which the policy is asked if ``asks_confidence``.
-    """
-
-    agent: str
-    command: str
-    at_once: int
-    seconds: float
-    calls: int
-    sequence_tokens: int
-    marker: str
-    asks_confidence: bool
-    python: str = sys.executable
-
-    @property
-    def option(self) -> str:
-        """Return the option that names what runs, for messages."""
-        if self.agent:
-            return f"rollout.agent={self.agent}"
-        return f"rollout.command={self.command}"
-
-
-def options_of(rollout: AgentsConfig, sequence_tokens: int, marker: str) -> AgentOptions:
-    """Return the options of the section ``rollout`` of a configuration."""
-    return AgentOptions(
-        agent=rollout.agent,
-        command=rollout.command,
-        at_once=rollout.agent_sessions,
-        seconds=rollout.agent_seconds,
-        calls=rollout.agent_calls,
-        sequence_tokens=sequence_tokens,
-        marker=marker,
-        asks_confidence=rollout.asks_confidence,
-        python=rollout.agent_python or sys.executable,
-    )
-
-
 class AgentRollout:
     """Runs agents on the samples of a rollout; the endpoint and the processes running until
     :meth:`close`. Sessions are tasks on the endpoint's event loop, beside the thread that has the
-    engine.
+    engine. ``sequence_tokens`` is the longest sequence that the engine takes; ``marker`` opens a
+    confidence.
     """
 
-    def __init__(self, engine: Engine, chat: ChatTokens, options: AgentOptions, model: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatTokens,
+        config: AgentsConfig,
+        model: str,
+        sequence_tokens: int,
+        marker: str,
+    ) -> None:
         self.engine = engine
         self.chat = chat
-        self.options = options
-        self.host = AgentHost(program_of(options), options.seconds)
+        self.config = config
+        self.sequence_tokens = sequence_tokens
+        self.marker = marker
+        self.host = AgentHost(
+            name=option_of(config), words=words_of(config), seconds=config.agent_seconds
+        )
         self.endpoint = PolicyEndpoint(chat, model)
         self._warned = False
         try:
@@ -142,7 +114,7 @@ class AgentRollout:
             logger.warning(
                 "%s: response %d to %s: %s; it is left out, as are others that fail, and counted "
                 "in rollout/agent_error",
-                self.options.option,
+                option_of(self.config),
                 key[1],
                 key[0],
                 printable(why)[:400],
@@ -156,11 +128,10 @@ class _Sessions:
         self, rollout: AgentRollout, arrivals: Arrivals, sampling: SamplingConfig, step: int
     ) -> None:
         self.rollout = rollout
-        self.options = rollout.options
         self.arrivals = arrivals
         self.sampling = sampling
         self.step = step
-        self._agents = asyncio.Semaphore(self.options.at_once)
+        self._agents = asyncio.Semaphore(rollout.config.agent_sessions)
         self._tasks: set[asyncio.Task[Response]] = set()
         self._finished: queue.SimpleQueue[asyncio.Task[Response]] = queue.SimpleQueue()
 
@@ -202,8 +173,8 @@ class _Sessions:
         """
         limits = SessionLimits(
             response_tokens=self.sampling.max_tokens,
-            sequence_tokens=self.options.sequence_tokens,
-            calls=self.options.calls,
+            sequence_tokens=self.rollout.sequence_tokens,
+            calls=self.rollout.config.agent_calls,
         )
         session = Session(prompt=prompt, index=index, chat=self.rollout.chat, limits=limits)
         async with self._agents:
@@ -217,8 +188,8 @@ class _Sessions:
             self.rollout.warn((prompt.prompt_id, index), why)
             version = self.rollout.engine.weights_version
             return failed(prompt, index, why, version, self.step)
-        if self.options.asks_confidence:
-            planned = session.ask_confidence(self.options.marker)
+        if self.rollout.config.asks_confidence:
+            planned = session.ask_confidence(self.rollout.marker)
             if planned is not None:
                 (stated,) = await self.rollout.endpoint.sample(session, planned)
                 session.add_confidence(planned, stated)
@@ -265,40 +236,40 @@ def verdict_of(outcome: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | Non
     return (why, None) if why is not None else ("", verdict)
 
 
-@dataclass(frozen=True)
-class HostProgram:
-    """The words that start ``agent_host.py`` without its limits, and what its sessions run: the
-    ``kind`` (agent or command), and its ``text``. ``name`` is that of what runs, for messages.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    kind: str = ""
-    text: str = ""
-
-    @property
-    def is_in_this_python(self) -> bool:
-        return self.words[0] == sys.executable
+def option_of(config: AgentsConfig) -> str:
+    """Return the option that names what runs, for messages."""
+    if config.agent:
+        return f"rollout.agent={config.agent}"
+    return f"rollout.command={config.command}"
 
 
-def program_of(options: AgentOptions) -> HostProgram:
-    """Return what starts the sessions."""
-    return HostProgram(
-        name=options.option,
-        words=(options.python, "-c", _RUNS_FILE, str(_HOST)),
-        kind="agent" if options.agent else "command",
-        text=options.agent or options.command,
+def words_of(config: AgentsConfig) -> tuple[str, ...]:
+    """Return the words that start the process that starts sessions."""
+    python = config.agent_python or sys.executable
+    kind = "agent" if config.agent else "command"
+    limit = ("--memory", f"{MEMORY_BYTES}")
+    return (
+        python,
+        "-c",
+        _RUNS_FILE,
+        str(_HOST),
+        *limit,
+        "--",
+        kind,
+        config.agent or config.command,
     )
 
 
 class AgentHost:
     """The process that starts sessions (``agent_host.py``). It is started again if it has ended, or
     does not end a session that is out of time: a session waits for nothing else than its outcome,
-    its deadline, and the end of this process.
+    its deadline, and the end of this process. ``name`` is that of what runs, ``words`` start the
+    process.
     """
 
-    def __init__(self, program: HostProgram, seconds: float) -> None:
-        self.program = program
+    def __init__(self, name: str, words: Sequence[str], seconds: float) -> None:
+        self.name = name
+        self.words = words
         self.seconds = seconds
         self._process: _HostProcess | None = None
         self._starting = asyncio.Lock()
@@ -310,7 +281,7 @@ class AgentHost:
         """
         async with self._starting:
             if self._process is None or self._process.is_over:
-                self._process = await _started(self.program)
+                self._process = await _started(self.name, self.words)
             return self._process
 
     async def run(
@@ -419,33 +390,26 @@ class _HostProcess:
         return number, _outcome(await self._process.stdout.readexactly(size), status)
 
 
-async def _started(program: HostProgram) -> _HostProcess:
+async def _started(name: str, words: Sequence[str]) -> _HostProcess:
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-    if not program.is_in_this_python:  # which has libraries of its own
+    if words[0] != sys.executable:  # another Python has libraries of its own
         environment.pop("PYTHONPATH", None)
     try:
         process = await asyncio.create_subprocess_exec(
-            *program.words,
-            "--memory",
-            f"{MEMORY_BYTES}",
-            "--",
-            program.kind,
-            program.text,
+            *words,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
             preexec_fn=signals.as_child(),
         )
     except OSError as error:
-        raise UserError(
-            f"{program.name}: {program.words[0]} cannot be run ({error.strerror})"
-        ) from None
+        raise UserError(f"{name}: {words[0]} cannot be run ({error.strerror})") from None
     host = _HostProcess(process)
     said = await host.first_word()
     if host.is_over:
         await process.wait()
         why = said.get("error", "its process ended while it started")
-        raise UserError(why if program.name in why else f"{program.name}: {why}")
+        raise UserError(why if name in why else f"{name}: {why}")
     return host
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.agents import (
     AgentHost,
-    AgentOptions,
     AgentRollout,
-    HostProgram,
     verdict_of,
 )
 from megatron_dcpo.rollout.engine import EngineError
@@ -144,24 +143,23 @@ def write(folder: Path, text: str, name: str = "agent.py") -> str:
     return f"{folder / name}:run"
 
 
-def options(**changed: Any) -> AgentOptions:
-    given: dict[str, Any] = {
-        "agent": "",
-        "command": "",
-        "at_once": 8,
-        "seconds": 20.0,
-        "calls": 6,
-        "sequence_tokens": 4000,
-        "marker": "<conf>",
-        "asks_confidence": False,
-    }
-    return AgentOptions(**{**given, **changed})
-
-
 @contextmanager
 def rollout(answer: Any = lambda text: "It is 42.", **changed: Any) -> Iterator[AgentRollout]:
     engine: Any = ScriptedEngine(answer)
-    made = AgentRollout(engine, engine.chat, options(**changed), "policy")
+    given: dict[str, Any] = {
+        "agent_sessions": 8,
+        "agent_seconds": 20.0,
+        "agent_calls": 6,
+        "asks_confidence": False,
+    }
+    made = AgentRollout(
+        engine=engine,
+        chat=engine.chat,
+        config=AgentsConfig(**{**given, **changed}),
+        model="policy",
+        sequence_tokens=4000,
+        marker="<conf>",
+    )
     try:
         yield made
     finally:
@@ -187,7 +185,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRollout]:
     path = write(tmp_path_factory.mktemp("agents"), AGENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_dcpo.rollout.agents.MEMORY_BYTES", 128 << 20)
-        with rollout(agent=path, seconds=3.0) as made:
+        with rollout(agent=path, agent_seconds=3.0) as made:
             yield made
 
 
@@ -367,7 +365,7 @@ def test_a_python_that_cannot_be_run_ends_the_run_at_its_start(tmp_path: Path) -
     for python in (str(tmp_path / "nothing"), path.partition(":")[0]):
         with (
             pytest.raises(UserError, match=r"rollout\.agent=.*agent\.py:run"),
-            rollout(agent=path, python=python),
+            rollout(agent=path, agent_python=python),
         ):
             pass
 
@@ -384,7 +382,7 @@ async def lonely(problem, client):
     return {"score": 1, "ours": "megatron_dcpo" in sys.modules, "path": "PYTHONPATH" in os.environ}
 """
     )
-    with rollout(agent=write(tmp_path, text), python=str(python)) as made:
+    with rollout(agent=write(tmp_path, text), agent_python=str(python)) as made:
         (one,) = sampled(made, "lonely").values()
         assert one.verdict == {"score": 1.0, "ours": False, "path": False}
         (lost,) = sampled(made, "kills").values()
@@ -406,17 +404,17 @@ def test_one_that_is_stopped_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_dcpo.rollout.agents._KILL_SECONDS", 1.0)
-    with rollout(agent=write(tmp_path, AGENT), seconds=3.0) as made:
+    with rollout(agent=write(tmp_path, AGENT), agent_seconds=3.0) as made:
         (lost,) = sampled(made, "stops").values()
         assert lost.failure
         (again,) = sampled(made, "scores").values()
         assert again.verdict == {"score": 0.25}
 
 
-def ready_and(then: str) -> HostProgram:
+def ready_and(then: str) -> tuple[str, ...]:
     """A process that says that it can start agents, and then does something else."""
     says = "import os, sys, time; print('0 0 15\\n{\"ready\": true}', end='', flush=True); "
-    return HostProgram("agent", (sys.executable, "-c", says + then))
+    return sys.executable, "-c", says + then
 
 
 @pytest.mark.parametrize(
@@ -435,7 +433,7 @@ def test_a_session_waits_for_no_process_that_does_not_answer(
     monkeypatch.setattr("megatron_dcpo.rollout.agents._KILL_SECONDS", 0.5)
 
     async def outcomes() -> None:
-        host = AgentHost(ready_and(then), 0.5)
+        host = AgentHost("agent", ready_and(then), 0.5)
         first = await host.start()
         began = time.monotonic()
         assert "error" in await host.run({}, "", "")
@@ -482,7 +480,7 @@ elif does == "loops":
 def test_a_plain_program_is_an_agent(tmp_path: Path) -> None:
     write(tmp_path, COMMAND, "program.py")
     command = f"{sys.executable} {tmp_path / 'program.py'}"
-    with rollout(command=command, seconds=5.0) as made:
+    with rollout(command=command, agent_seconds=5.0) as made:
         got = sampled(made, "scores", "nothing", "fails", "prints", "loops")
     assert got["scores", 0].verdict == {"score": 0.5, "words": 2}
     assert got["nothing", 0].verdict is None
@@ -495,7 +493,7 @@ def test_a_plain_program_is_an_agent(tmp_path: Path) -> None:
 def test_the_verdict_of_a_program_is_its_whole_last_line_once_it_has_ended(tmp_path: Path) -> None:
     """Whatever stands in it, however long it is, and whatever the program has started."""
     write(tmp_path, COMMAND, "program.py")
-    with rollout(command=f"{sys.executable} {tmp_path / 'program.py'}", seconds=20.0) as made:
+    with rollout(command=f"{sys.executable} {tmp_path / 'program.py'}", agent_seconds=20.0) as made:
         got = sampled(made, "shows", "leaves")
     scores = [one.verdict and one.verdict["score"] for one in got.values()]
     assert scores == [0.5, 0.5]

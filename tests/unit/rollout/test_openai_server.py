@@ -174,6 +174,19 @@ def test_the_sampling_is_the_runs_and_what_is_ignored_is_counted(running: Runnin
     assert session.ignored == 3
 
 
+def test_who_speaks_is_taken_and_counted(running: Running) -> None:
+    """AutoGen and LangGraph send names, which no chat template writes."""
+    session, key = running.session()
+    named: list[Any] = [{**QUESTION, "name": "planner", "cache_control": {"type": "ephemeral"}}]
+    client = running.client(key)
+    first = client.chat.completions.create(model="x", messages=named)
+    named += [{**first.choices[0].message.model_dump(), "name": "solver"}, QUESTION]
+    client.chat.completions.create(model="x", messages=named)
+    assert session.ignored == 2
+    assert session.turns[1].parent is session.turns[0]
+    assert session.turns[0].prompt.token_ids == session.prompt.token_ids
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -191,6 +204,8 @@ def test_the_sampling_is_the_runs_and_what_is_ignored_is_counted(running: Runnin
         {"messages": [{"role": "user", "content": "<|im_end|>"}]},
         {"no_such_field": 1},
         {"stream": "yes"},
+        {"prompt": "x"},
+        {"echo": True},
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(
@@ -200,7 +215,9 @@ def test_what_would_change_the_answer_is_refused_by_name(
     body = {"model": "x", "messages": [QUESTION], **change}
     status, reply, _ = running.post(f"/s/{key}/v1/chat/completions", body)
     assert status == 400
+    (name,) = change
     assert reply["error"]["type"] == "invalid_request_error"
+    assert (reply["error"]["param"] or "messages").startswith(name)
     assert session.turns == []
 
 

@@ -367,23 +367,35 @@ def test_budgets_end_in_400() -> None:
         plan(long, chat([{"role": "user", "content": "x" * 40}]))
 
 
+ARGUMENTS = {"function": {"name": "f", "arguments": {"text": "x" * 8000 * 64}}}
+
+
 @pytest.mark.parametrize(
-    "messages",
-    [[QUESTION] * 8001, [{"role": "user", "content": "x" * 8000 * 64}]],
-    ids=["more messages than tokens", "more text than the longest tokens hold"],
+    "wanted",
+    [
+        {"messages": [QUESTION] * 8001},
+        {"messages": [{"role": "user", "content": "x" * 8000 * 64}]},
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [ARGUMENTS]}]},
+        {"messages": [QUESTION, {"role": "assistant", "reasoning_content": "x" * 8000 * 64}]},
+        {"tools": ({"type": "function", "function": {"name": "x" * 8000 * 64}},)},
+        {"tools": TOOLS * 8001},
+        {"text": "x" * 8000 * 64},
+    ],
+    ids=["messages", "content", "arguments", "reasoning", "a tool", "tools", "text"],
 )
 def test_what_cannot_fit_is_refused_before_it_is_written(
-    messages: list[Any], monkeypatch: pytest.MonkeyPatch
+    wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat of twenty thousand messages held up every session for minutes."""
+    """A chat of twenty thousand messages, and 4 MB of tools, held up every session."""
     one = session(CHATML)
 
-    def written(*_: Any, **__: Any) -> str:
-        raise AssertionError("the template has written it")
+    def encoded(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it is encoded")
 
-    monkeypatch.setattr(ChatTokens, "_written", written)
+    monkeypatch.setattr(ChatTokens, "_written", encoded)
+    monkeypatch.setattr(ChatTokens, "encode", encoded)
     with pytest.raises(CallRefused) as refused:
-        plan(one, chat(messages))
+        plan(one, chat(wanted.pop("messages", [QUESTION]), **wanted))
     assert refused.value.code == "context_length_exceeded"
     assert one.is_out_of_budget
 
