@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     model_validator,
@@ -26,6 +27,7 @@ from megatron_dcpo.runtime.text import parse_json
 MOST_CHOICES = 16
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
+_MOST_FIELDS = 100
 _SHOWN = 300  # characters of why a request is refused
 
 
@@ -61,7 +63,9 @@ def _one_prompt(prompt: Any) -> str | tuple[int, ...]:  # noqa: ANN401 -- JSON
 
 
 class _Part(BaseModel):
-    """A part of a request whose further fields say nothing to the policy."""
+    """A part of a request whose further fields say nothing to the policy. A list of parts is read
+    up to the first that is wrong, so that a large request is refused as soon as a small one.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -71,6 +75,8 @@ class _Part(BaseModel):
         """Leave out what a client writes for a field that it does not set."""
         if not isinstance(value, dict):
             return value
+        if len(value) > _MOST_FIELDS:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
         return {name: one for name, one in value.items() if one is not None}
 
 
@@ -104,9 +110,9 @@ class ChatMessage(_Part):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
+    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_as_parts)] = []
     name: str = ""  # of who speaks, which no chat template writes, or of the tool
-    tool_calls: list[_ToolCall] = []
+    tool_calls: Annotated[list[_ToolCall], FailFast()] = []
     reasoning_content: str = ""
     reasoning: str = ""
     tool_call_id: str = ""
@@ -195,7 +201,7 @@ class _WithoutMeaning(_Part):
     tool_choice: Literal["auto"] = "auto"
     functions: list[Any] = Field(default=[], max_length=0)
     function_call: Literal["auto", "none"] = "auto"
-    modalities: list[Literal["text"]] = []
+    modalities: Annotated[list[Literal["text"]], FailFast()] = []
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     best_of: Literal[1] = 1
@@ -206,7 +212,9 @@ class _WithoutMeaning(_Part):
 
 
 _StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
-_Stops = Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=_MOST_STOPS)]
+_Stops = Annotated[
+    list[_StopText], FailFast(), BeforeValidator(_as_list), Field(max_length=_MOST_STOPS)
+]
 
 
 class OpenAIRequest(_Sampling, _WithoutMeaning):
@@ -236,8 +244,8 @@ class OpenAIRequest(_Sampling, _WithoutMeaning):
 class ChatRequest(OpenAIRequest):
     """A request to ``/v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[_Tool] = []
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[_Tool], FailFast()] = []
 
     def call(self) -> Call:
         call = super().call()

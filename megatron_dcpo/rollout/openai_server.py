@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 
 from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall, StopTexts
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
@@ -220,8 +220,9 @@ class PolicyEndpoint:
             Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
         ]
+        below_key = Mount("/s/{key}", app=Router(routes, redirect_slashes=False))
         application = Starlette(
-            routes=[Mount("/s/{key}", routes=routes), *routes],
+            routes=[below_key, *routes],
             exception_handlers={
                 CallRefused: _refused,
                 BadRequestError: _refused,
@@ -247,7 +248,7 @@ class PolicyEndpoint:
         opened = self._open_session(request)
         try:
             content = await whole_body(request.receive, BODY_BYTES, BODY_SECONDS)
-            wanted = read_request(content, kind)
+            wanted = await asyncio.to_thread(read_request, content, kind)
             call = self._pending(opened, wanted.call(), content, request.headers)
             turns = await self._answer(opened, call, request.receive)
         except ClientLeftError:
@@ -256,7 +257,7 @@ class PolicyEndpoint:
         if not wanted.stream:
             return JSONResponse(body)
         pieces = events(body, with_usage=wanted.stream_options.include_usage)
-        return HttpResponse(b"".join(pieces), media_type="text/event-stream")
+        return HttpResponse(b"".join(pieces), headers={"content-type": "text/event-stream"})
 
     def _open_session(self, request: Request) -> _OpenSession:
         """Return the session of a request, by the key in its path and its bearer token. Raises

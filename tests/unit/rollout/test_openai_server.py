@@ -228,6 +228,25 @@ def test_what_is_no_request_is_refused(running: Running, body: bytes) -> None:
     assert status == 400
 
 
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"messages": [3] * 4_000_000},
+        {"messages": [QUESTION], **{f"field {number}": 1 for number in range(200_000)}},
+    ],
+    ids=["messages", "fields"],
+)
+def test_a_large_request_is_refused_as_soon_as_a_small_one(
+    running: Running, large: dict[str, Any]
+) -> None:
+    _, key = running.session()
+    body = json.dumps(large).encode()
+    began = time.monotonic()
+    status, reply, _ = running.post(f"/s/{key}/v1/chat/completions", body)
+    assert (status, len(reply["error"]["message"]) < 1000) == (400, True)
+    assert time.monotonic() - began < 10
+
+
 def test_keys(running: Running) -> None:
     """Path, bearer, both; another's, none, and one of a session that is over."""
     _, key = running.session()
