@@ -385,7 +385,7 @@ class _HostProcess:
         anything else.
         """
         assert self._process.stdout is not None
-        line = await self._process.stdout.readuntil()
+        line = await self._process.stdout.readline()
         number, status, size = map(int, line.split())
         return number, _outcome(await self._process.stdout.readexactly(size), status)
 

@@ -100,10 +100,6 @@ class _Tool(_Part):
     function: Annotated[dict[str, Any], AfterValidator(_with_name)]
 
 
-class _StreamOptions(_Part):
-    include_usage: bool = False
-
-
 class ChatMessage(_Part):
     """A message of a request: no field that the policy would have to read is lost."""
 
@@ -227,7 +223,7 @@ class OpenAIRequest(_Sampling, _WithoutMeaning):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: dict[str, Any] = {}
     logprobs: Literal[False, True, 0, 1] = False  # of the sampled tokens alone
     return_token_ids: bool = False
 

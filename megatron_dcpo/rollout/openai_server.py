@@ -225,8 +225,7 @@ class PolicyEndpoint:
             routes=[below_key, *routes],
             exception_handlers={
                 CallRefused: _refused,
-                BadRequestError: _refused,
-                HTTPException: _refused,
+                HTTPException: _no_route,
                 Exception: _failed,
             },
         )
@@ -253,10 +252,12 @@ class PolicyEndpoint:
             turns = await self._answer(opened, call, request.receive)
         except ClientLeftError:
             return HttpResponse()  # which nobody gets
+        except BadRequestError as error:
+            raise CallRefused(error.status, _CODES[error.status], str(error)) from None
         body = reply_body(turns, wanted, self.chat, self.model)
         if not wanted.stream:
             return JSONResponse(body)
-        pieces = events(body, with_usage=wanted.stream_options.include_usage)
+        pieces = events(body, with_usage=bool(wanted.stream_options.get("include_usage")))
         return HttpResponse(b"".join(pieces), headers={"content-type": "text/event-stream"})
 
     def _open_session(self, request: Request) -> _OpenSession:
@@ -336,22 +337,19 @@ def _take_note(sampled: asyncio.Task[_Sampled]) -> None:
 
 async def _refused(_: Request, error: Exception) -> HttpResponse:
     """Return an error as OpenAI's clients read it."""
-    field, headers = "", {}
-    if isinstance(error, CallRefused):
-        status, code, field = error.status, error.code, error.field
-        words = str(error)
-    elif isinstance(error, HTTPException):
-        status, words, headers = error.status_code, error.detail, dict(error.headers or {})
-        code = _CODES[status]
-    else:
-        assert isinstance(error, BadRequestError)
-        status, words, code = error.status, str(error), _CODES[error.status]
-    if status == 503:
-        headers["retry-after"] = "1"
-    return JSONResponse(error_body(status, code, words, field), status, headers)
+    assert isinstance(error, CallRefused)
+    body = error_body(error.status, error.code, str(error), error.field)
+    headers = {"retry-after": "1"} if error.status == 503 else None
+    return JSONResponse(body, error.status, headers)
 
 
-async def _failed(_: Request, error: Exception) -> HttpResponse:
+async def _no_route(request: Request, error: Exception) -> HttpResponse:
+    assert isinstance(error, HTTPException)
+    code = _CODES[error.status_code]
+    return await _refused(request, CallRefused(error.status_code, code, error.detail))
+
+
+async def _failed(request: Request, error: Exception) -> HttpResponse:
     # not a 5xx: clients would ask the same again
     words = f"the endpoint failed: {type(error).__name__}"
-    return JSONResponse(error_body(400, "endpoint_failed", words), 400)
+    return await _refused(request, CallRefused(400, "endpoint_failed", words))

@@ -120,10 +120,6 @@ async def kills(problem, client):
     os.kill(os.getppid(), 9)
     time.sleep(1000)
 
-async def stops(problem, client):
-    os.kill(os.getppid(), 19)
-    time.sleep(1000)
-
 async def nested(problem, client):
     value = []
     for _ in range(problem["row"]["levels"]):
@@ -391,26 +387,6 @@ async def lonely(problem, client):
         assert again.verdict == {"score": 0.25}
 
 
-def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
-    path = write(tmp_path, AGENT)
-    with rollout(agent=path) as made:
-        for _ in range(2):
-            (lost,) = sampled(made, "kills").values()
-            assert lost.failure
-            assert len(sampled(made, "scores", times=2)) == 2
-
-
-def test_one_that_is_stopped_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_dcpo.rollout.agents._KILL_SECONDS", 1.0)
-    with rollout(agent=write(tmp_path, AGENT), agent_seconds=3.0) as made:
-        (lost,) = sampled(made, "stops").values()
-        assert lost.failure
-        (again,) = sampled(made, "scores").values()
-        assert again.verdict == {"score": 0.25}
-
-
 def ready_and(then: str) -> tuple[str, ...]:
     """A process that says that it can start agents, and then does something else."""
     says = "import os, sys, time; print('0 0 15\\n{\"ready\": true}', end='', flush=True); "
@@ -516,13 +492,9 @@ def test_too_many_failures_end_the_run() -> None:
     ("outcome", "fails", "verdict"),
     [
         ({"value": None}, False, None),
-        ({"value": 1}, False, {"score": 1.0}),
         ({"value": True}, False, {"score": 1.0}),
         ({"value": {"score": 0.5, "n": 2}}, False, {"score": 0.5, "n": 2}),
         ({"value": {"n": 2}}, True, None),
-        ({"value": "0.5"}, True, None),
-        ({"value": -0.1}, True, None),
-        ({"error": "x"}, True, None),
         ({"error": ""}, True, None),
     ],
 )
