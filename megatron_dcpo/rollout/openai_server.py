@@ -10,9 +10,10 @@ import hashlib
 import secrets
 import socket
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -57,6 +58,7 @@ BODY_BYTES = 16 << 20
 BODY_SECONDS = 60.0
 _KEPT_KEYS = 1 << 16  # of sessions that are over
 _START_SECONDS = 30.0
+_SMALL = 1 << 14  # bytes or characters that are read or encoded in milliseconds
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "too_slow", 413: "too_large"}
 
 
@@ -103,8 +105,8 @@ class PolicyEndpoint:
     1. Its key names an open session; its body becomes a :class:`Call` (:func:`read_request`), or is
        refused by the name of the field that cannot be honored.
     2. A retry joins the pending call that it repeats. Any other request is a new one: its texts are
-       counted, then encoded in another thread, and it gets its place in the session
-       (:meth:`Session.admit`, :meth:`Session.encode`, :meth:`Session.plan`).
+       counted, then encoded (in another thread, unless they are short), and it gets its place in
+       the session (:meth:`Session.admit`, :meth:`Session.encode`, :meth:`Session.plan`).
     3. The engine samples each of its choices as an :class:`EngineCall`, together with whatever else
        has arrived (:meth:`sample`), and hands them over (:meth:`deliver`).
     4. If a client still waits, the call joins its session, once (:meth:`Session.commit`), and its
@@ -247,7 +249,7 @@ class PolicyEndpoint:
         opened = self._open_session(request)
         try:
             content = await whole_body(request.receive, BODY_BYTES, BODY_SECONDS)
-            wanted = await asyncio.to_thread(read_request, content, kind)
+            wanted = await _beside(len(content), partial(read_request, content, kind))
             call = self._pending(opened, wanted.call(), content, request.headers)
             turns = await self._answer(opened, call, request.receive)
         except ClientLeftError:
@@ -303,7 +305,7 @@ class PolicyEndpoint:
     async def _sampled(self, session: Session, call: Call) -> _Sampled:
         self._engine()
         session.admit(call)
-        prompt = await asyncio.to_thread(session.encode, call)
+        prompt = await _beside(call.characters, partial(session.encode, call))
         planned = session.plan(call, prompt)
         return _Sampled(planned, await self.sample(session, planned))
 
@@ -327,6 +329,13 @@ class PolicyEndpoint:
         if not call.turns:
             call.turns = opened.session.commit(sampled.planned, sampled.responses)
         return call.turns
+
+
+async def _beside(size: int, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, from another thread if its ``size`` may hold others up."""
+    if size < _SMALL:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 def _take_note(sampled: asyncio.Task[_Sampled]) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class Call:
     def is_chat(self) -> bool:
         return self.text is None and self.token_ids is None
 
-    @property
+    @cached_property
     def characters(self) -> int:
         """Return how many characters are to be encoded, tools and arguments as JSON."""
         texts = [self.text or ""]
