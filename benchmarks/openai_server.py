@@ -22,8 +22,9 @@ import torch
 from measurement import QUICK, REPOSITORY, Measurement
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout
+from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.tokens import load_tokenizer
@@ -55,17 +56,21 @@ def measurements() -> Iterator[Measurement]:
     with tempfile.TemporaryDirectory() as directory:
         agent = Path(directory) / "agent.py"
         agent.write_text(AGENT)
-        options = AgentOptions(
-            agent=f"{agent}:run",
-            command="",
-            at_once=SESSIONS,
-            seconds=3600.0,
-            calls=8,
+        rollout = AgentRollout(
+            engine=engine,
+            chat=chat,
+            config=AgentsConfig(
+                agent=f"{agent}:run",
+                agent_sessions=SESSIONS,
+                agent_seconds=3600.0,
+                agent_calls=8,
+                asks_confidence=False,
+            ),
+            model="policy",
             sequence_tokens=PROMPT_TOKENS + TOKENS,
             marker="<conf>",
-            asks_confidence=False,
         )
-        with closing(AgentRollout(engine, chat, options, "policy")) as rollout:
+        with closing(rollout):
             for calls in (1, 4):
                 yield measured(rollout, calls)
 

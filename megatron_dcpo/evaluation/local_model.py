@@ -16,7 +16,7 @@ from megatron_dcpo.evaluation.problems import Problems
 from megatron_dcpo.evaluation.responders import Responder, as_token_ids, model_name, sampling_of
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout, options_of
+from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.rollout.engine_options import EngineOptions
@@ -75,24 +75,24 @@ def sample_model(
             thinking=config.data.thinking,
             date=date,
         )
-        agents = options_of(
-            config.rollout,
+        agents = AgentRollout(
+            engine=engine,
+            chat=chat,
+            config=config.rollout,
+            model=model_name(config),
             sequence_tokens=longest + config.max_tokens,
             marker=config.judging.marker,
         )
-        stream = _agents(config, engine, chat, agents)
+        stream = _agents(config, agents)
     return Responder(
         model_name(config), tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
     )
 
 
-def _agents(
-    config: EvaluateConfig, engine: Engine, chat: ChatTokens, options: AgentOptions
-) -> Stream:
+def _agents(config: EvaluateConfig, agents: AgentRollout) -> Stream:
     """Return what runs the agents of an evaluation. A session that fails is a problem that was
     refused: the same command tries it again.
     """
-    agents = AgentRollout(engine, chat, options, model_name(config))
     atexit.register(agents.close)
 
     def stream(samples: Samples) -> Iterator[list[Response]]:

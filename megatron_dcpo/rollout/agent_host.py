@@ -2,9 +2,10 @@
 its file, in any Python of 3.9 or later: this file and ``agent_work.py`` need the standard library
 alone.
 
-A JSON object per line on stdin says ``start`` or ``kill``; one per line on stdout says how a
-session ended. A session's process has a group of its own, and limits of memory and time. When stdin
-ends, everything ends.
+A JSON object per line on stdin starts a session, or kills one; its result comes on stdout, as the
+bytes that its process wrote, behind a line with its number, the status of its process and the count
+of the bytes. When to give up a session is decided by who starts it. A session's process has a group
+of its own, and a limit of memory. When stdin ends, everything ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import resource
 import selectors
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,21 +47,18 @@ class _AgentProcess:
     number: int
     pid: int
     pipe: int
-    deadline: float
     said: bytearray = field(default_factory=bytearray)
-    killed: str = ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--memory", type=int, required=True, help="bytes beyond the imports")
     parser.add_argument("kind", choices=("agent", "command"))
     parser.add_argument("text", help="what a session runs: an import path, or words of a command")
     options = parser.parse_args()
     # nothing that a session's module prints may be taken for a result
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
-    results = os.fdopen(os.dup(1), "wb", buffering=0)
+    results = os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -71,11 +68,11 @@ def main() -> None:
     try:
         run = work.load(options.kind, options.text)
     except BaseException as error:
-        _say(results, {"error": work.explained(error)})
+        _say(results, 0, 0, json.dumps({"error": work.explained(error)}).encode())
         return
     _ignore_stops()  # what was loaded may have taken them
-    _say(results, {"ready": True})
-    Host(SessionWork(run, work.explained), orders, results, options.seconds, options.memory).serve()
+    _say(results, 0, 0, b'{"ready": true}')
+    Host(SessionWork(run, work.explained), orders, results, options.memory).serve()
 
 
 def _work_beside() -> ModuleType:
@@ -99,18 +96,10 @@ def _ignore_stops() -> None:
 class Host:
     """Starts sessions, watches them, and says how they ended."""
 
-    def __init__(
-        self,
-        work: SessionWork,
-        orders: BinaryIO,
-        results: BinaryIO,
-        seconds: float,
-        memory: int,
-    ) -> None:
+    def __init__(self, work: SessionWork, orders: BinaryIO, results: BinaryIO, memory: int) -> None:
         self.work = work
         self.orders = orders
         self.results = results
-        self.seconds = seconds
         self.memory = memory
         self.running: dict[int, _AgentProcess] = {}  # by their pipes
         self.selector = selectors.DefaultSelector()
@@ -121,29 +110,16 @@ class Host:
         """Carry out orders until there are no more, then end all sessions."""
         is_open = True
         while is_open:
-            for key, _ in self.selector.select(self._pause()):
+            for key, _ in self.selector.select(_LOOK_SECONDS):
                 if key.fileobj is self.orders:
                     is_open = self._take_orders()
                 elif key.fd in self.running:  # it may just have been ended
                     self._read(self.running[key.fd])
-            self._look()
+            for session in list(self.running.values()):
+                if _has_ended(session.pid):
+                    self._read(session)
         for session in list(self.running.values()):
-            self._kill(session, "the run ends")
-
-    def _look(self) -> None:
-        """End the sessions whose process has ended, and those that are out of time."""
-        now = time.monotonic()
-        for session in list(self.running.values()):
-            if _has_ended(session.pid):
-                self._read(session)
-            elif session.deadline < now:
-                self._kill(session, f"it took more than {self.seconds:g} seconds")
-
-    def _pause(self) -> float:
-        soonest = min((one.deadline for one in self.running.values()), default=None)
-        if soonest is None:
-            return _LOOK_SECONDS
-        return min(_LOOK_SECONDS, max(0.0, soonest - time.monotonic()))
+            self._end(session)
 
     def _take_orders(self) -> bool:
         received = self.orders.read(1 << 16)
@@ -157,7 +133,7 @@ class Host:
             if "kill" in order:
                 for session in list(self.running.values()):
                     if session.number == order["kill"]:
-                        self._kill(session, "it was given up")
+                        self._end(session)
             else:
                 self._start(order)
         return True
@@ -170,14 +146,14 @@ class Host:
         except OSError as error:
             for end in ends:
                 os.close(end)
-            _say(self.results, {"id": order["id"], "error": f"no process: {error.strerror}"})
+            why = {"error": f"no process: {error.strerror}"}
+            _say(self.results, order["id"], 0, json.dumps(why).encode())
             return
         if pid == 0:
             self._in_session(order, writer)
         os.close(writer)
         os.set_blocking(reader, False)
-        deadline = time.monotonic() + self.seconds
-        session = _AgentProcess(number=order["id"], pid=pid, pipe=reader, deadline=deadline)
+        session = _AgentProcess(number=order["id"], pid=pid, pipe=reader)
         self.running[reader] = session
         self.selector.register(reader, selectors.EVENT_READ)
 
@@ -224,10 +200,6 @@ class Host:
         if is_over:
             self._end(session)
 
-    def _kill(self, session: _AgentProcess, why: str) -> None:
-        session.killed = why
-        self._end(session)
-
     def _end(self, session: _AgentProcess) -> None:
         """End the processes of a session, and say how it ended."""
         self.selector.unregister(session.pipe)
@@ -239,20 +211,8 @@ class Host:
             os.kill(session.pid, signal.SIGKILL)
         status = 0
         with contextlib.suppress(ChildProcessError):
-            status = os.waitpid(session.pid, 0)[1]
-        _say(self.results, {"id": session.number, **_result_of(session, status)})
-
-
-def _result_of(session: _AgentProcess, status: int) -> dict[str, Any]:
-    if session.killed:
-        return {"error": session.killed}
-    result = None
-    with contextlib.suppress(ValueError, RecursionError):
-        result = json.loads(session.said)
-    if isinstance(result, dict):
-        return result
-    ended = f"signal {status & 127}" if status & 127 else f"status {status >> 8}"
-    return {"error": f"its process ended with {ended} and no result"}
+            status = os.waitstatus_to_exitcode(os.waitpid(session.pid, 0)[1])
+        _say(self.results, session.number, status, bytes(session.said))
 
 
 def _has_ended(pid: int) -> bool:
@@ -306,9 +266,11 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _say(results: BinaryIO, word: dict[str, Any]) -> None:
+def _say(results: BinaryIO, number: int, status: int, said: bytes) -> None:
     with contextlib.suppress(OSError):  # the trainer has ended
-        results.write(json.dumps(word).encode() + b"\n")
+        results.write(b"%d %d %d\n" % (number, status, len(said)))
+        results.write(said)
+        results.flush()
 
 
 if __name__ == "__main__":

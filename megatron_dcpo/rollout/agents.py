@@ -8,38 +8,37 @@ is used up is truncated.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
 import os
 import queue
-import subprocess
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config.sections import AgentsConfig
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.verdicts import checked_result
-from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
+from megatron_dcpo.rollout.arrivals import Arrivals
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.rollout.openai_server import PolicyEndpoint
 from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, sample_seed
-from megatron_dcpo.rollout.sessions import PlannedCall, Session, SessionLimits, failed
+from megatron_dcpo.rollout.sessions import Session, SessionLimits, failed
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.brought import HASH_SEED
-from megatron_dcpo.runtime.text import printable
+from megatron_dcpo.runtime.text import parse_json, printable
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
+_KILL_SECONDS = 10.0  # for the process that starts agents to end one, or itself
+_HAS_ENDED = "the process that starts agents has ended"
 # Writable memory of each process of a session, so that one that leaks ends before the host's does.
 MEMORY_BYTES = 4 << 30
 _HOST = Path(__file__).with_name("agent_host.py")
@@ -47,62 +46,41 @@ _HOST = Path(__file__).with_name("agent_host.py")
 _RUNS_FILE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-@dataclass(frozen=True)
-class AgentOptions:
-    """What runs, a function by import path (``agent``) in the Python at ``python``, or a
-    ``command``, and its limits. ``sequence_tokens`` is the longest sequence that the engine takes;
-    ``marker`` opens a confidence, for which the policy is asked if ``asks_confidence``.
-    """
-
-    agent: str
-    command: str
-    at_once: int
-    seconds: float
-    calls: int
-    sequence_tokens: int
-    marker: str
-    asks_confidence: bool
-    python: str = sys.executable
-
-    @property
-    def option(self) -> str:
-        """Return the option that names what runs, for messages."""
-        if self.agent:
-            return f"rollout.agent={self.agent}"
-        return f"rollout.command={self.command}"
-
-
-def options_of(rollout: AgentsConfig, sequence_tokens: int, marker: str) -> AgentOptions:
-    """Return the options of the section ``rollout`` of a configuration."""
-    return AgentOptions(
-        agent=rollout.agent,
-        command=rollout.command,
-        at_once=rollout.agent_sessions,
-        seconds=rollout.agent_seconds,
-        calls=rollout.agent_calls,
-        sequence_tokens=sequence_tokens,
-        marker=marker,
-        asks_confidence=rollout.asks_confidence,
-        python=rollout.agent_python or sys.executable,
-    )
-
-
 class AgentRollout:
     """Runs agents on the samples of a rollout; the endpoint and the processes running until
-    :meth:`close`.
+    :meth:`close`. Sessions are tasks on the endpoint's event loop, beside the thread that has the
+    engine. ``sequence_tokens`` is the longest sequence that the engine takes; ``marker`` opens a
+    confidence.
     """
 
-    def __init__(self, engine: Engine, chat: ChatTokens, options: AgentOptions, model: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatTokens,
+        config: AgentsConfig,
+        model: str,
+        sequence_tokens: int,
+        marker: str,
+    ) -> None:
         self.engine = engine
         self.chat = chat
-        self.options = options
-        self.host = AgentHost(program_of(options), options.seconds)
+        self.config = config
+        self.sequence_tokens = sequence_tokens
+        self.marker = marker
+        self.host = AgentHost(
+            name=option_of(config), words=words_of(config), seconds=config.agent_seconds
+        )
         self.endpoint = PolicyEndpoint(chat, model)
         self._warned = False
+        try:
+            self.endpoint.run(self.host.start())
+        except BaseException:
+            self.endpoint.close()
+            raise
 
     def close(self) -> None:
         """End the processes and the endpoint."""
-        self.host.close()
+        self.endpoint.run(self.host.close())
         self.endpoint.close()
 
     def stream(
@@ -112,21 +90,22 @@ class AgentRollout:
         :meth:`Engine.serve` raises.
         """
         arrivals = Arrivals()
-        sessions = _Sessions(self, arrivals, samples, sampling, step)
-        self.host.woken = arrivals.wake
         self.endpoint.arrivals = arrivals
+        sessions = _Sessions(self, arrivals, sampling, step)
+        self.endpoint.run(sessions.start(samples))
         try:
-            sessions.start()
             with closing(self.engine.serve(arrivals, sampling, step)) as served:
                 for responses in served:
-                    finished = sessions.advance(responses)
-                    if sessions.are_over:
-                        arrivals.close()
+                    self.endpoint.deliver(responses)
+                    finished = sessions.take_finished()
                     if finished:
                         yield finished
+            finished = sessions.take_finished()
+            if finished:
+                yield finished
         finally:
             self.endpoint.arrivals = None
-            sessions.give_up()
+            self.endpoint.run(sessions.give_up())
 
     def warn(self, key: ResponseKey, why: str) -> None:
         """Log the first session of a run that fails; the others are counted."""
@@ -135,139 +114,102 @@ class AgentRollout:
             logger.warning(
                 "%s: response %d to %s: %s; it is left out, as are others that fail, and counted "
                 "in rollout/agent_error",
-                self.options.option,
+                option_of(self.config),
                 key[1],
                 key[0],
                 printable(why)[:400],
             )
 
 
-@dataclass(eq=False)
-class _RunningSession:
-    """A session under way: its agent's process, by its ``number``, until the policy is asked for
-    its confidence, which is the call ``planned``. ``key`` is that of the endpoint.
-    """
-
-    session: Session
-    key: str
-    number: int
-    verdict: Mapping[str, Any] | None = None
-    planned: PlannedCall | None = None
-
-
 class _Sessions:
-    """The sessions of one rollout."""
+    """The sessions of one rollout, a task for each."""
 
     def __init__(
-        self,
-        rollout: AgentRollout,
-        arrivals: Arrivals,
-        samples: Samples,
-        sampling: SamplingConfig,
-        step: int,
+        self, rollout: AgentRollout, arrivals: Arrivals, sampling: SamplingConfig, step: int
     ) -> None:
         self.rollout = rollout
-        self.options = rollout.options
         self.arrivals = arrivals
         self.sampling = sampling
         self.step = step
-        self.waiting = deque(samples)
-        self.agents: dict[int, _RunningSession] = {}  # by the numbers of their processes
-        self.plain: dict[
-            str, _RunningSession
-        ] = {}  # without a process, by the names of their calls
-        self.asked: dict[
-            str, _RunningSession
-        ] = {}  # for their confidence, by the names of the calls
+        self._agents = asyncio.Semaphore(rollout.config.agent_sessions)
+        self._tasks: set[asyncio.Task[Response]] = set()
+        self._finished: queue.SimpleQueue[asyncio.Task[Response]] = queue.SimpleQueue()
 
-    @property
-    def are_over(self) -> bool:
-        return not (self.waiting or self.agents or self.asked)
+    async def start(self, samples: Samples) -> None:
+        """Start the sessions. The engine is told that no call comes any more when all are over."""
+        for prompt, index in samples:
+            task = asyncio.create_task(self._respond(prompt, index))
+            self._tasks.add(task)
+            task.add_done_callback(self._is_over)
+        if not self._tasks:
+            self.arrivals.close()
 
-    def start(self) -> None:
-        """Start sessions, as many as run at once."""
-        while self.waiting and len(self.agents) < self.options.at_once:
-            prompt, index = self.waiting.popleft()
-            session = Session(
-                prompt=prompt,
-                index=index,
-                chat=self.rollout.chat,
-                limits=SessionLimits(
-                    response_tokens=self.sampling.max_tokens,
-                    sequence_tokens=self.options.sequence_tokens,
-                    calls=self.options.calls,
-                ),
-            )
-            key = self.rollout.endpoint.open(session)
-            number = self.rollout.host.start(
-                problem=self._problem(prompt, index),
-                base_url=f"{self.rollout.endpoint.url}/s/{key}/v1",
-                api_key=key,
-            )
-            self.agents[number] = _RunningSession(session, key, number)
-
-    def _put(self, planned: PlannedCall, session: Session) -> None:
-        (name,) = planned.names
-        prompt = replace(session.prompt, prompt_id=name, token_ids=planned.prompt_ids)
-        self.arrivals.put(EngineCall(prompt, session.index, planned.max_tokens))
-
-    def advance(self, responses: Iterable[Response]) -> list[Response]:
-        """Take what the engine and the agents have said; return the responses of sessions that are
-        over now.
-        """
+    def take_finished(self) -> list[Response]:
+        """Return the responses of sessions that are over now. Raises what ended one otherwise."""
         finished = []
-        for_endpoint = []
-        for response in responses:
-            running = self.asked.pop(response.prompt_id, None)
-            if running is None:
-                for_endpoint.append(response)
-                continue
-            assert running.planned is not None
-            running.session.add_confidence(running.planned, response)
-            finished.append(running.session.response(running.verdict))
-        if for_endpoint:
-            self.rollout.endpoint.deliver(for_endpoint)
-        for number, outcome in self.rollout.host.outcomes():
-            running = self.agents.pop(number, None)
-            if running is not None:  # not of an earlier rollout
-                finished += self._ended(running, outcome)
-        self.start()
+        while not self._finished.empty():
+            finished.append(self._finished.get().result())
         return finished
 
-    def give_up(self) -> None:
+    async def give_up(self) -> None:
         """End what is under way."""
-        for running in self.agents.values():
-            self.rollout.host.kill(running.number)
-            self.rollout.endpoint.seal(running.key)
-        self.agents.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, running: _RunningSession, outcome: Mapping[str, Any]) -> list[Response]:
-        """Return the response of a session whose agent has ended; nothing while the policy is
-        asked for its confidence.
+    def _is_over(self, task: asyncio.Task[Response]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._finished.put(task)
+        if self._tasks:
+            self.arrivals.wake()
+        else:
+            self.arrivals.close()
+
+    async def _respond(self, prompt: Prompt, index: int) -> Response:
+        """Return what becomes of a session: its agent runs, its calls become the response, and the
+        policy states its confidence.
         """
-        self.rollout.endpoint.seal(running.key)
-        session = running.session
+        limits = SessionLimits(
+            response_tokens=self.sampling.max_tokens,
+            sequence_tokens=self.rollout.sequence_tokens,
+            calls=self.rollout.config.agent_calls,
+        )
+        session = Session(prompt=prompt, index=index, chat=self.rollout.chat, limits=limits)
+        async with self._agents:
+            outcome = await self._run_agent(session)
         why, verdict = verdict_of(outcome)
         if why and session.is_out_of_budget:
             why, verdict = "", None
         if not why and not session.turns:
             why = "it has never asked the policy"
         if why:
-            self.rollout.warn((session.prompt.prompt_id, session.index), why)
+            self.rollout.warn((prompt.prompt_id, index), why)
             version = self.rollout.engine.weights_version
-            return [failed(session.prompt, session.index, why, version, self.step)]
-        running.verdict = verdict
-        running.planned = None
-        if self.options.asks_confidence:
-            running.planned = session.ask_confidence(self.options.marker)
-        if running.planned is None:
-            return [session.response(verdict)]
-        self.asked[running.planned.names[0]] = running
-        self._put(running.planned, session)
-        return []
+            return failed(prompt, index, why, version, self.step)
+        if self.rollout.config.asks_confidence:
+            planned = session.ask_confidence(self.rollout.marker)
+            if planned is not None:
+                (stated,) = await self.rollout.endpoint.sample(session, planned)
+                session.add_confidence(planned, stated)
+        return session.response(verdict)
+
+    async def _run_agent(self, session: Session) -> Mapping[str, Any]:
+        """Return the outcome of an agent, while whose process runs the session takes calls."""
+        endpoint = self.rollout.endpoint
+        key = endpoint.open(session)
+        try:
+            return await self.rollout.host.run(
+                problem=self._problem(session.prompt, session.index),
+                base_url=f"{endpoint.url}/s/{key}/v1",
+                api_key=key,
+            )
+        finally:
+            endpoint.seal(key)
 
     def _problem(self, prompt: Prompt, index: int) -> dict[str, Any]:
-        """Return what an agent is told."""
+        """Return what an agent gets."""
         return {
             "id": prompt.prompt_id,
             "index": index,
@@ -294,142 +236,190 @@ def verdict_of(outcome: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | Non
     return (why, None) if why is not None else ("", verdict)
 
 
-@dataclass(frozen=True)
-class HostProgram:
-    """The words that start ``agent_host.py`` without its limits, and what its sessions run: the
-    ``kind`` (agent or command), and its ``text``. ``name`` is that of what runs, for messages.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    kind: str = ""
-    text: str = ""
-
-    @property
-    def is_in_this_python(self) -> bool:
-        return self.words[0] == sys.executable
+def option_of(config: AgentsConfig) -> str:
+    """Return the option that names what runs, for messages."""
+    if config.agent:
+        return f"rollout.agent={config.agent}"
+    return f"rollout.command={config.command}"
 
 
-def program_of(options: AgentOptions) -> HostProgram:
-    """Return what starts the sessions."""
-    return HostProgram(
-        name=options.option,
-        words=(options.python, "-c", _RUNS_FILE, str(_HOST)),
-        kind="agent" if options.agent else "command",
-        text=options.agent or options.command,
+def words_of(config: AgentsConfig) -> tuple[str, ...]:
+    """Return the words that start the process that starts sessions."""
+    python = config.agent_python or sys.executable
+    kind = "agent" if config.agent else "command"
+    limit = ("--memory", f"{MEMORY_BYTES}")
+    return (
+        python,
+        "-c",
+        _RUNS_FILE,
+        str(_HOST),
+        *limit,
+        "--",
+        kind,
+        config.agent or config.command,
     )
 
 
-_NUMBERS = itertools.count(1)  # of sessions' processes, of all hosts
-
-
 class AgentHost:
-    """The process that starts sessions (``agent_host.py``); it is started again if it ends."""
+    """The process that starts sessions (``agent_host.py``). It is started again if it has ended, or
+    does not end a session that is out of time: a session waits for nothing else than its outcome,
+    its deadline, and the end of this process. ``name`` is that of what runs, ``words`` start the
+    process.
+    """
 
-    def __init__(self, program: HostProgram, seconds: float) -> None:
-        self.program = program
-        self.limits = ("--seconds", f"{seconds}", "--memory", f"{MEMORY_BYTES}")
-        self.woken: Callable[[], None] = lambda: None
-        self._outcomes: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        self._live: set[int] = set()
-        self._is_over = False  # it has closed its pipe; the process may linger
-        self._lock = threading.Lock()
-        self._process = self._started()
+    def __init__(self, name: str, words: Sequence[str], seconds: float) -> None:
+        self.name = name
+        self.words = words
+        self.seconds = seconds
+        self._process: _HostProcess | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
 
-    def start(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> int:
-        """Start an agent; return the number under which its outcome comes."""
-        number = next(_NUMBERS)
-        while not self._is_told(number):
-            self._process.kill()
-            self._process.wait()
-            self._process = self._started()
-        self._say({"id": number, "problem": problem, "base_url": base_url, "api_key": api_key})
-        return number
-
-    def _is_told(self, number: int) -> bool:
-        """Return whether the outcome of a session will come: not from a process that is over."""
-        with self._lock:
-            if not self._is_over:
-                self._live.add(number)
-            return not self._is_over
-
-    def kill(self, number: int) -> None:
-        """End an agent."""
-        self._say({"kill": number})
-
-    def outcomes(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the outcomes that have come: ``value`` or ``error``."""
-        found = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(self._outcomes.get_nowait())
-        return found
-
-    def close(self) -> None:
-        """End all agents."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
-        self._process.kill()
-        self._process.wait()
-
-    def _started(self) -> subprocess.Popen[bytes]:
+    async def start(self) -> _HostProcess:
         """Return a process that is ready. Raises :class:`UserError` if the agent cannot be
         loaded.
         """
-        program = self.program
-        environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-        if not program.is_in_this_python:  # which has libraries of its own
-            environment.pop("PYTHONPATH", None)
+        async with self._starting:
+            if self._process is None or self._process.is_over:
+                self._process = await _started(self.name, self.words)
+            return self._process
+
+    async def run(
+        self, problem: Mapping[str, Any], base_url: str, api_key: str
+    ) -> Mapping[str, Any]:
+        """Return the outcome of an agent, ``value`` or ``error``."""
+        process = await self.start()
+        number = next(self._numbers)
+        outcome = process.outcome_of(number)
+        process.say({"id": number, "problem": problem, "base_url": base_url, "api_key": api_key})
         try:
-            process = subprocess.Popen(
-                [*program.words, *self.limits, "--", program.kind, program.text],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                preexec_fn=signals.as_child(),
-            )
-        except OSError as error:
-            raise UserError(
-                f"{program.name}: {program.words[0]} cannot be run ({error.strerror})"
-            ) from None
-        timer = threading.Timer(_START_SECONDS, process.kill)
-        timer.start()
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        timer.cancel()
-        said = json.loads(line) if line.strip() else {}
-        if not said.get("ready"):
-            process.kill()
-            process.wait()
-            why = said.get("error", "its process ended while it started")
-            if program.name in why:
-                raise UserError(why)
-            raise UserError(f"{program.name}: {why}")
-        self._is_over = False
-        threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
-        return process
+            await asyncio.wait((outcome,), timeout=self.seconds)
+        finally:
+            if not outcome.done():
+                process.say({"kill": number})
+        if outcome.done():
+            return outcome.result()
+        await asyncio.wait((outcome,), timeout=_KILL_SECONDS)
+        if not outcome.done():
+            process.end("the process that starts agents does not answer")
+            return outcome.result()
+        return {"error": f"it took more than {self.seconds:g} seconds"}
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Take what a process says, until it ends."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            word = json.loads(line)
-            with self._lock:
-                self._live.discard(word["id"])
-            self._outcomes.put((word.pop("id"), word))
-            self.woken()
-        with self._lock:
-            self._is_over = True
-            lost, self._live = self._live, set()
-        for number in lost:
-            self._outcomes.put((number, {"error": "the process that starts agents has ended"}))
-        self.woken()
+    async def close(self) -> None:
+        """End all agents."""
+        if self._process is not None:
+            await self._process.close()
 
-    def _say(self, order: Mapping[str, Any]) -> None:
+
+class _HostProcess:
+    """A process that starts sessions, from its first to its last. ``is_over``: it says nothing any
+    more, whatever may be left of it.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.is_over = False
+        self._process = process
+        self._live: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._listening: asyncio.Task[None] | None = None
+
+    async def first_word(self) -> Mapping[str, Any]:
+        """Return whether the agent was loaded, ``ready`` or ``error``; listen from then on."""
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                _, said = await self._said()
+        except (TimeoutError, EOFError, ValueError):
+            said = {}
+        if said.get("ready"):
+            self._listening = asyncio.create_task(self._listen())
+        else:
+            self.end("")
+        return said
+
+    def outcome_of(self, number: int) -> asyncio.Future[Mapping[str, Any]]:
+        """Return the outcome of a session that is about to be started."""
+        outcome = asyncio.get_running_loop().create_future()
+        if self.is_over:
+            outcome.set_result({"error": _HAS_ENDED})
+        else:
+            self._live[number] = outcome
+        return outcome
+
+    def say(self, order: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended: its sessions are lost
-            self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
-            self._process.stdin.flush()
+        self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
+
+    def end(self, why: str) -> None:
+        """End the process, with the sessions that it has."""
+        self.is_over = True
+        for outcome in self._live.values():
+            outcome.set_result({"error": why})
+        self._live.clear()
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Have the process end its sessions, and itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._process.wait()
+        self.end(_HAS_ENDED)
+        await self._process.wait()
+
+    async def _listen(self) -> None:
+        """Take what the process says; whatever ends this ends the process."""
+        try:
+            while True:
+                number, outcome = await self._said()
+                waiting = self._live.pop(number, None)
+                if waiting is not None:
+                    waiting.set_result(outcome)
+        except (EOFError, ValueError):
+            pass
+        finally:
+            self.end(_HAS_ENDED)
+
+    async def _said(self) -> tuple[int, Mapping[str, Any]]:
+        """Return the number of a session and its outcome. Raises EOFError or ValueError for
+        anything else.
+        """
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        number, status, size = map(int, line.split())
+        return number, _outcome(await self._process.stdout.readexactly(size), status)
+
+
+async def _started(name: str, words: Sequence[str]) -> _HostProcess:
+    environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
+    if words[0] != sys.executable:  # another Python has libraries of its own
+        environment.pop("PYTHONPATH", None)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            preexec_fn=signals.as_child(),
+        )
+    except OSError as error:
+        raise UserError(f"{name}: {words[0]} cannot be run ({error.strerror})") from None
+    host = _HostProcess(process)
+    said = await host.first_word()
+    if host.is_over:
+        await process.wait()
+        why = said.get("error", "its process ended while it started")
+        raise UserError(why if name in why else f"{name}: {why}")
+    return host
+
+
+def _outcome(said: bytes, status: int) -> Mapping[str, Any]:
+    """Return the outcome of a session from what its process said, and how that ended."""
+    try:
+        value = parse_json(said) if said else None
+    except ValueError as error:
+        return {"error": f"its result cannot be read ({one_line(error, 100)})"}
+    if isinstance(value, dict):
+        return value
+    ended = f"signal {-status}" if status < 0 else f"status {status}"
+    return {"error": f"its process ended with {ended} and no result"}

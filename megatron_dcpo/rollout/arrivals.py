@@ -6,23 +6,40 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_dcpo.types import Prompt, ResponseKey
 
 
+class StopTexts:
+    """The ``texts`` at which one call ends. It is called with each sampled token, whose bytes
+    ``piece_of`` returns, and returns whether a text is complete with it.
+    """
+
+    def __init__(self, texts: Sequence[str], piece_of: Callable[[int], bytes]) -> None:
+        self.texts = tuple(texts)
+        self._piece_of = piece_of
+        self._searched = [text.encode() for text in texts]
+        self._kept = max(map(len, self._searched)) - 1
+        self._tail = b""
+
+    def __call__(self, token: int) -> bool:
+        seen = self._tail + self._piece_of(token)
+        self._tail = seen[-self._kept :] if self._kept else b""
+        return any(text in seen for text in self._searched)
+
+
 @dataclass(frozen=True)
 class EngineCall:
     """A response that an engine is to sample: to ``prompt``, whose id no other call has, with at
-    most ``max_tokens`` tokens. ``ends``, if there is one, gets each sampled token, and returns
-    whether the response ends with it.
+    most ``max_tokens`` tokens, up to the token with which one of the texts of ``ends`` is complete.
     """
 
     prompt: Prompt
     index: int
     max_tokens: int
-    ends: Callable[[int], bool] | None = None
+    ends: StopTexts | None = None
 
     @property
     def key(self) -> ResponseKey:

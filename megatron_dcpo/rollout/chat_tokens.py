@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -86,21 +86,14 @@ class ChatTokens:
         """Return the bytes of token ids, special tokens included."""
         return b"".join(self.tokens.pieces(token_ids))
 
-    def must_exceed(self, texts: Iterable[str], most_tokens: int) -> bool:
-        """Return whether texts cannot be written with so many tokens, by the longest token alone:
-        without encoding them.
-        """
-        size = sum(len(text) for text in texts)  # in characters, at most the bytes
-        return size > most_tokens * self.longest_token
-
     @cached_property
     def longest_token(self) -> int:
-        """Return the bytes of the longest token."""
+        """Return the bytes of the longest token: no token has more characters."""
         return max(map(len, self.tokens.table))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that goes on."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return [] if not text else list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_from_start(self, text: str) -> list[int]:
         """Return the ids of a text that nothing stands before, as data.template=raw encodes it."""

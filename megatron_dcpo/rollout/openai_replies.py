@@ -15,8 +15,8 @@ def reply_body(
     turns: Sequence[Turn], request: OpenAIRequest, chat: ChatTokens, model: str
 ) -> dict[str, Any]:
     """Return the answer to a request: the ``turns`` are its choices."""
-    is_chat = request.asked.is_chat
-    prompt_ids = turns[0].planned.prompt_ids
+    is_chat = turns[0].call.is_chat
+    prompt_ids = turns[0].prompt.token_ids
     sampled = sum(len(turn.sampled) for turn in turns)
     digest, _, nth = turns[0].name.rpartition("/")
     body: dict[str, Any] = {
@@ -31,22 +31,22 @@ def reply_body(
             "total_tokens": len(prompt_ids) + sampled,
         },
     }
-    if request.with_token_ids:
+    if request.return_token_ids:
         body["prompt_token_ids"] = list(prompt_ids)
     return body
 
 
 def _choice(turn: Turn, number: int, request: OpenAIRequest, chat: ChatTokens) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": number, "finish_reason": turn.finish_reason}
-    if request.asked.is_chat:
+    if turn.call.is_chat:
         message = _as_message(turn)
         if "tool_calls" in message:
             choice["finish_reason"] = "tool_calls"
         choice["message"] = message
     else:
         choice["text"] = turn.answer
-    choice["logprobs"] = _logprobs(turn, request, chat) if request.with_logprobs else None
-    if request.with_token_ids:
+    choice["logprobs"] = None if request.logprobs is False else _logprobs(turn, chat)
+    if request.return_token_ids:
         choice["token_ids"] = turn.sampled.tolist()
     return choice
 
@@ -68,13 +68,13 @@ def _as_message(turn: Turn) -> dict[str, Any]:
     return message
 
 
-def _logprobs(turn: Turn, request: OpenAIRequest, chat: ChatTokens) -> dict[str, Any]:
+def _logprobs(turn: Turn, chat: ChatTokens) -> dict[str, Any]:
     """Return the log-probs of the tokens of an answer."""
     ids = turn.sampled[: turn.answer_tokens]
     pieces = chat.tokens.pieces(ids)
     texts = [piece.decode(errors="replace") for piece in pieces]
     values = turn.logprobs[: turn.answer_tokens].tolist()
-    if request.asked.is_chat:
+    if turn.call.is_chat:
         content = []
         for text, piece, value in zip(texts, pieces, values, strict=True):
             content.append(
@@ -92,20 +92,21 @@ def _logprobs(turn: Turn, request: OpenAIRequest, chat: ChatTokens) -> dict[str,
     }
 
 
-def events(body: dict[str, Any], request: OpenAIRequest) -> Iterator[bytes]:
+def events(body: dict[str, Any], *, with_usage: bool) -> Iterator[bytes]:
     """Yield an answer as server-sent events: each choice in one piece, then how it ended."""
     head = {name: body[name] for name in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if request.asked.is_chat else "text_completion"
+    is_chat = body["object"] == "chat.completion"
+    head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
     for choice in body["choices"]:
         yield _event({**head, "choices": [_first_piece(choice)]})
         end: dict[str, Any] = {"index": choice["index"]}
         end["finish_reason"] = choice["finish_reason"]
-        if request.asked.is_chat:
+        if is_chat:
             end["delta"] = {}
         else:
             end["text"] = ""
         yield _event({**head, "choices": [end]})
-    if request.with_usage:
+    if with_usage:
         yield _event({**head, "choices": [], "usage": body["usage"]})
     yield b"data: [DONE]\n\n"
 
@@ -128,8 +129,7 @@ def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
-def error_body(status: int, code: str, words: str) -> bytes:
+def error_body(status: int, code: str, words: str, field: str = "") -> dict[str, Any]:
     """Return an error in OpenAI's form."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": words, "type": kind, "param": None, "code": code}
-    return json.dumps({"error": error}, ensure_ascii=False).encode()
+    return {"error": {"message": words, "type": kind, "param": field or None, "code": code}}

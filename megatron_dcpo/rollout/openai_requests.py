@@ -1,201 +1,275 @@
-"""Parses OpenAI requests: every field is honored or refused by name; sampling options are the
-run's, counted and ignored.
+"""The requests that agents send, in OpenAI's form, as pydantic reads them: a field that is not
+known, or asks for what a policy in training does not do, is refused by its name; options of the
+sampling are the run's, so they are counted and ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from megatron_dcpo.rollout.chat_messages import MessageError, read_messages
-from megatron_dcpo.rollout.sessions import AskedCall
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from megatron_dcpo.errors import validated_name, validation_message
+from megatron_dcpo.rollout.chat_messages import Message, tool_call
+from megatron_dcpo.rollout.sessions import Call, CallRefused
+from megatron_dcpo.runtime.text import parse_json
 
 MOST_CHOICES = 16
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
-
-# how tokens are sampled: the run says that, not the request
-SAMPLING = frozenset(
-    (
-        *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
-        *("frequency_penalty", "repetition_penalty", "length_penalty", "typical_p"),
-        *("reasoning_effort", "verbosity", "parallel_tool_calls"),
-    )
-)
-# these say nothing to the policy
-_HARMLESS = frozenset(
-    (
-        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction", "cache_salt", "request_id"),
-    )
-)
-# these are taken with the values that ask for nothing
-_TAKEN_AS: Mapping[str, tuple[object, ...]] = {
-    "logit_bias": (None, {}),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto"),
-    "functions": (None, []),
-    "function_call": (None, "auto", "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "include_stop_str_in_output": (None, False),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "chat_template_kwargs": (None, {}),
-}
-_READ = frozenset(
-    (
-        *("messages", "tools", "prompt", "stop", "n", "stream", "stream_options"),
-        *("max_tokens", "max_completion_tokens", "logprobs", "return_token_ids"),
-    )
-)
+_MOST_FIELDS = 100
+_SHOWN = 300  # characters of why a request is refused
 
 
-@dataclass(frozen=True)
-class OpenAIRequest:
-    """A request: what it asks for, and how its answer is shown."""
-
-    asked: AskedCall
-    streams: bool
-    with_usage: bool
-    with_logprobs: bool
-    with_token_ids: bool
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
-def read_request(body: object, *, is_chat: bool) -> OpenAIRequest:
-    """Return a request. Raises :class:`MessageError`, which names the field."""
-    if not isinstance(body, dict):
-        raise MessageError("the body must be a JSON object")
-    ignored = _check_fields(body)
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise MessageError("stream_options must be an object")
-    logprobs = body.get("logprobs")
-    if not is_chat and logprobs not in (None, 0, 1, False, True):
-        raise MessageError("logprobs: only those of the sampled tokens are known; set it to 1")
-    return OpenAIRequest(
-        asked=_read_asked(body, ignored, is_chat=is_chat),
-        streams=_flag(body, "stream"),
-        with_usage=bool((options or {}).get("include_usage")),
-        with_logprobs=logprobs is not None and logprobs is not False,
-        with_token_ids=_flag(body, "return_token_ids"),
-    )
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _check_fields(body: Mapping[str, Any]) -> int:
-    """Return how many options of the sampling a request sets. Raises :class:`MessageError` for a
-    field that is not known, or not supported.
-    """
-    ignored = 0
-    for name, value in body.items():
-        if name in _READ or name in _HARMLESS:
-            continue
-        if name in SAMPLING:
-            ignored += value is not None
-        elif name in _TAKEN_AS:
-            if value not in _TAKEN_AS[name]:
-                raise MessageError(f"{name}={value!r:.60} is not supported by a policy in training")
-        elif value is not None:
-            raise MessageError(f"{name!r:.60} is not known")
-    return ignored
+def _as_object(arguments: object) -> object:
+    if isinstance(arguments, str):
+        return parse_json(arguments) if arguments.strip() else {}
+    return arguments
 
 
-def _read_asked(body: Mapping[str, Any], ignored: int, *, is_chat: bool) -> AskedCall:
-    most = body.get("max_completion_tokens")
-    if most is None:
-        most = body.get("max_tokens")
-    if most is not None and (type(most) is not int or most < 1):
-        raise MessageError(f"max_tokens={most!r:.40} must be a count")
-    choices = body.get("n")
-    if choices is None:
-        choices = 1
-    if type(choices) is not int or not 1 <= choices <= MOST_CHOICES:
-        raise MessageError(f"n={choices!r:.40} must be from 1 to {MOST_CHOICES}")
-    common: dict[str, Any] = {
-        "max_tokens": most,
-        "stop": _read_stop(body.get("stop")),
-        "choices": choices,
-        "ignored": ignored,
-    }
-    if is_chat:
-        messages = read_messages(body.get("messages"))
-        return AskedCall(messages=messages, tools=_read_tools(body.get("tools")), **common)
-    return _read_prompt(body, common)
+def _with_name(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a described function without ``strict``, which nobody enforces here."""
+    if not isinstance(function.get("name"), str):
+        raise ValueError("a function has a name")
+    return {name: given for name, given in function.items() if name != "strict"}
 
 
-def _read_prompt(body: Mapping[str, Any], common: Mapping[str, Any]) -> AskedCall:
-    for name in ("messages", "tools"):
-        if body.get(name):
-            raise MessageError(f"{name} are for /v1/chat/completions")
-    prompt = body.get("prompt")
+def _one_prompt(prompt: Any) -> str | tuple[int, ...]:  # noqa: ANN401 -- JSON
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str):
-        return AskedCall(text=prompt, **common)
+        return prompt
     if isinstance(prompt, list) and all(type(one) is int for one in prompt):
-        return AskedCall(token_ids=tuple(prompt), **common)
-    raise MessageError("prompt must be one text, or one list of token ids")
+        return tuple(prompt)
+    raise ValueError("must be one text, or one list of token ids")
 
 
-def _read_stop(value: object) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if texts is None:
-        return ()
-    if not isinstance(texts, list) or len(texts) > _MOST_STOPS:
-        raise MessageError(f"stop must be a text or a list of at most {_MOST_STOPS}")
-    for text in texts:
-        if not isinstance(text, str) or not 0 < len(text) <= _LONGEST_STOP:
-            raise MessageError(f"stop: a text has from 1 to {_LONGEST_STOP} characters")
-    return tuple(texts)
-
-
-def _read_tools(value: object) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request without ``strict``, which nobody enforces here."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise MessageError("tools must be a list")
-    tools = []
-    for tool in value:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MessageError("tools: only functions with a name are supported")
-        if tool.get("type", "function") != "function":
-            raise MessageError(f"tools: {tool['type']!r:.40} is not supported, only function")
-        described = {name: given for name, given in function.items() if name != "strict"}
-        tools.append({"type": "function", "function": described})
-    return tuple(tools)
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise MessageError(f"{name} must be true or false")
-    return bool(value)
-
-
-def stop_seeker(
-    stop: tuple[str, ...], piece_of: Callable[[int], bytes]
-) -> Callable[[int], bool] | None:
-    """Return a function that is told each token, and says whether a stop text is complete with it;
-    None without stop texts.
+class _Part(BaseModel):
+    """A part of a request whose further fields say nothing to the policy. A list of parts is read
+    up to the first that is wrong, so that a large request is refused as soon as a small one.
     """
-    if not stop:
-        return None
-    texts = [text.encode() for text in stop]
-    longest = max(map(len, texts))
-    tail = b""
 
-    def is_complete(token: int) -> bool:
-        nonlocal tail
-        piece = piece_of(token)
-        tail = tail[-(longest - 1) :] + piece if longest > 1 else piece
-        return any(text in tail for text in texts)
+    model_config = ConfigDict(strict=True)
 
-    return is_complete
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: object) -> object:
+        """Leave out what a client writes for a field that it does not set."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > _MOST_FIELDS:
+            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        return {name: one for name, one in value.items() if one is not None}
+
+
+class _TextPart(_Part):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(_Part):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_as_object)]
+
+
+class _ToolCall(_Part):
+    id: str = ""
+    function: _CalledFunction
+
+
+class _Tool(_Part):
+    type: Literal["function"] = "function"
+    function: Annotated[dict[str, Any], AfterValidator(_with_name)]
+
+
+class ChatMessage(_Part):
+    """A message of a request: no field that the policy would have to read is lost."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_as_parts)] = []
+    name: str = ""  # of who speaks, which no chat template writes, or of the tool
+    tool_calls: Annotated[list[_ToolCall], FailFast()] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
+    tool_call_id: str = ""
+    # say nothing to the policy
+    annotations: Any = None
+    refusal: Any = None
+    id: Any = None
+    status: Any = None
+    timestamp: Any = None
+    cache_control: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_empty(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if one or name == "content"}
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        others = {"tool_calls": "assistant", "reasoning_content": "assistant"}
+        others |= {"reasoning": "assistant", "tool_call_id": "tool"}
+        for name, role in others.items():
+            if role != self.role and name in self.model_fields_set:
+                raise ValueError(f"{name} is not for the role {self.role}")
+        return self
+
+    @property
+    def has_ignored_name(self) -> bool:
+        return bool(self.name) and self.role != "tool"
+
+    def as_read(self) -> Message:
+        """Return the message in the form that chat templates read."""
+        role = "system" if self.role == "developer" else self.role
+        message: Message = {"role": role, "content": "".join(part.text for part in self.content)}
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                tool_call(one.id, one.function.name, one.function.arguments)
+                for one in self.tool_calls
+            ]
+        if self.role == "tool":
+            for name in ("tool_call_id", "name"):
+                if getattr(self, name):
+                    message[name] = getattr(self, name)
+        return message
+
+
+class _Sampling(_Part):
+    """How tokens are sampled: the run says that."""
+
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    typical_p: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    parallel_tool_calls: Any = None
+
+
+class _WithoutMeaning(_Part):
+    """What says nothing to the policy, and what may only say that nothing is wanted."""
+
+    model: Any = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    cache_salt: Any = None
+    request_id: Any = None
+    logit_bias: dict[str, Any] = Field(default={}, max_length=0)
+    top_logprobs: Literal[0] = 0
+    response_format: dict[Literal["type"], Literal["text"]] = {}
+    tool_choice: Literal["auto"] = "auto"
+    functions: list[Any] = Field(default=[], max_length=0)
+    function_call: Literal["auto", "none"] = "auto"
+    modalities: Annotated[list[Literal["text"]], FailFast()] = []
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+    best_of: Literal[1] = 1
+    include_stop_str_in_output: Literal[False] = False
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=0)
+
+
+_StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+_Stops = Annotated[
+    list[_StopText], FailFast(), BeforeValidator(_as_list), Field(max_length=_MOST_STOPS)
+]
+
+
+class OpenAIRequest(_Sampling, _WithoutMeaning):
+    """What every request may say: how its answer ends, and how it is shown."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    stop: _Stops = []
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    logprobs: Literal[False, True, 0, 1] = False  # of the sampled tokens alone
+    return_token_ids: bool = False
+
+    def call(self) -> Call:
+        """Return what is wanted of the policy."""
+        return Call(
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stop=tuple(self.stop),
+            choices=self.n,
+            ignored=len(self.model_fields_set & _Sampling.model_fields.keys()),
+        )
+
+
+class ChatRequest(OpenAIRequest):
+    """A request to ``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[_Tool], FailFast()] = []
+
+    def call(self) -> Call:
+        call = super().call()
+        return replace(
+            call,
+            messages=tuple(message.as_read() for message in self.messages),
+            tools=tuple(tool.model_dump() for tool in self.tools),
+            ignored=call.ignored + any(message.has_ignored_name for message in self.messages),
+        )
+
+
+class CompletionRequest(OpenAIRequest):
+    """A request to ``/v1/completions``."""
+
+    prompt: Annotated[Any, AfterValidator(_one_prompt)]
+
+    def call(self) -> Call:
+        if isinstance(self.prompt, str):
+            return replace(super().call(), text=self.prompt)
+        return replace(super().call(), token_ids=self.prompt)
+
+
+def read_request(content: bytes, kind: type[OpenAIRequest]) -> OpenAIRequest:
+    """Return the request in a body. Raises :class:`CallRefused`, which names the field."""
+    try:
+        return kind.model_validate(parse_json(content.decode()))
+    except ValidationError as error:
+        words, field = validation_message(error), validated_name(error)
+    except ValueError as error:
+        words, field = str(error), ""
+    raise CallRefused(400, "invalid_request_error", words[:_SHOWN], field)

@@ -1,19 +1,21 @@
 """A session: the calls of one agent on one problem, and the one response that they become.
 
-A call is what a client asks (:class:`AskedCall`), then a prompt with a place in the session
-(:class:`PlannedCall`), and once an engine has answered, a :class:`Turn` for each of its choices:
-the tokens that the engine was given, and those it has sampled. A call whose prompt goes on from a
-turn is its child. So a session is a tree, and a response has one segment for each path that is not
-part of another (:meth:`Session.response`). Nothing here knows HTTP, processes or engines.
+A :class:`Call` gets a prompt (:class:`CallPrompt`) and a place in the session
+(:class:`PlannedCall`), and once an engine has answered, it is a :class:`Turn` for each of its
+choices: the tokens that the engine was given, and those it has sampled. A call whose prompt goes on
+from a turn is its child. So a session is a tree, and a response has one segment for each path that
+is not part of another (:meth:`Session.response`). Nothing here knows HTTP, processes or engines.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,18 +29,21 @@ from megatron_dcpo.rollout.chat_messages import (
     split_reasoning,
 )
 from megatron_dcpo.rollout.chat_tokens import ChatTokens, Tools
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import FinishReason, Prompt, Response
 
 CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
 
 
 class CallRefused(Exception):
-    """A call is not answered: the ``status`` of HTTP, a ``code`` of OpenAI's, and words."""
+    """A call is not answered: the ``status`` of HTTP, a ``code`` of OpenAI's, words, and the
+    ``field`` that is wrong, if one is.
+    """
 
-    def __init__(self, status: int, code: str, words: str) -> None:
+    def __init__(self, status: int, code: str, words: str, field: str = "") -> None:
         super().__init__(words)
         self.status = status
         self.code = code
+        self.field = field
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,10 @@ class SessionLimits:
 
 
 @dataclass(frozen=True)
-class AskedCall:
-    """What a call asks for: a chat (``messages``, ``tools``), a ``text`` to go on from, or its
-    ``token_ids``; the most tokens, the texts at which it ends, and how many choices.
+class Call:
+    """What an agent wants of the policy: an answer to a chat (``messages``, ``tools``), or to go on
+    from a ``text``, or from its ``token_ids``; the most tokens, the texts at which it ends, and how
+    many choices.
     """
 
     messages: tuple[Message, ...] = ()
@@ -66,40 +72,67 @@ class AskedCall:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     choices: int = 1
-    ignored: int = 0  # options of the sampling that the run has pinned
+    ignored: int = 0  # options that the run has pinned, and names of who speaks
 
     @property
     def is_chat(self) -> bool:
         return self.text is None and self.token_ids is None
 
+    @cached_property
+    def characters(self) -> int:
+        """Return how many characters are to be encoded, tools and arguments as JSON."""
+        texts = [self.text or ""]
+        for part in (*self.messages, *self.tools):
+            for value in part.values():
+                is_text = isinstance(value, str)
+                texts.append(value if is_text else json.dumps(value, ensure_ascii=False))
+        return sum(map(len, texts))
+
+
+@dataclass(frozen=True)
+class CallPrompt:
+    """The prompt of a call, which goes on behind the first ``kept`` sampled tokens of ``parent`` if
+    there is one. ``retokenized``: tokens that were encoded again although their text had ids.
+    """
+
+    token_ids: tuple[int, ...]
+    parent: Turn | None = None
+    kept: int = 0
+    retokenized: int = 0
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Return the tokens behind those that are the parent's."""
+        if self.parent is None:
+            return ()
+        return self.token_ids[len(self.parent.prompt.token_ids) + self.kept :]
+
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call that the engine is to answer: its prompt, which goes on behind the first ``kept``
-    sampled tokens of ``parent`` if there is one. ``names`` are the ids of its choices: no other
-    call has them, and the random numbers are theirs.
+    """A call that the engine is to answer. ``names`` are the ids of its choices: no other call has
+    them, and the random numbers are theirs.
     """
 
-    asked: AskedCall
-    prompt_ids: tuple[int, ...]
-    parent: Turn | None
-    kept: int
+    call: Call
+    prompt: CallPrompt
     max_tokens: int
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A call that was answered. ``answer`` is what the agent is told; ``history`` are the messages
+    """A call that was answered. ``answer`` is what the agent gets; ``history`` are the messages
     with it, or ``text`` the whole text. ``hidden`` is what the policy has written behind the
     answer, from a stop text on.
     """
 
-    planned: PlannedCall
+    call: Call
+    prompt: CallPrompt
     name: str
     sampled: np.ndarray
     logprobs: np.ndarray
-    finish_reason: str
+    finish_reason: FinishReason
     weights_version: int
     step: int
     answer_tokens: int  # before the stop text, or the end token
@@ -111,15 +144,7 @@ class Turn:
 
     @property
     def parent(self) -> Turn | None:
-        return self.planned.parent
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Return the tokens of the prompt behind those that are the parent's."""
-        parent = self.planned.parent
-        if parent is None:
-            return ()
-        return self.planned.prompt_ids[len(parent.planned.prompt_ids) + self.planned.kept :]
+        return self.prompt.parent
 
     @property
     def reply(self) -> Message:
@@ -129,8 +154,11 @@ class Turn:
 
 @dataclass
 class Session:
-    """What an agent says and is told about ``prompt``, as response ``index``. ``chat`` encodes it;
-    ``turns`` are the answered calls, in their order.
+    """What an agent and the policy say about ``prompt``, as response ``index``. ``chat`` encodes
+    it; ``turns`` are the answered calls, in their order.
+
+    A call is looked at before it is encoded (:meth:`admit`), encoded (:meth:`encode`, which changes
+    nothing and may run in another thread), counted (:meth:`plan`), and answered (:meth:`commit`).
     """
 
     prompt: Prompt
@@ -140,7 +168,7 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     is_sealed: bool = False
     calls: int = 0
-    used: int = 0  # tokens behind the first prompt: what was said, and what was told
+    used: int = 0  # tokens behind the first prompt: what the policy said, and what it was given
     retokenized: int = 0
     ignored: int = 0
     is_out_of_budget: bool = False  # the last call was refused because of it
@@ -148,40 +176,47 @@ class Session:
     _confidence: Turn | None = None
 
     # ------------------------------------------------------------------------------------- calls
-    def plan(self, asked: AskedCall) -> PlannedCall:
-        """Return the call that answers what is asked; it counts from now on. Raises
-        :class:`CallRefused`.
+    def admit(self, call: Call) -> None:
+        """Raise :class:`CallRefused` for a call that is refused whatever its tokens are: a token
+        has so many characters at most, and a message or a tool at least a token.
         """
         if self.is_sealed:
-            raise CallRefused(409, "session_is_over", "this session is over")
-        if self.calls + asked.choices > self.limits.calls:
+            raise session_is_over()
+        if self.calls + call.choices > self.limits.calls:
             self.is_out_of_budget = True
             raise CallRefused(
                 400,
                 "too_many_calls",
                 f"this session has used up its {self.limits.calls} calls (rollout.agent_calls)",
             )
+        most = self.limits.sequence_tokens
+        parts = len(call.messages) + len(call.tools)
+        if parts > most or call.characters > most * self.chat.longest_token:
+            raise self._no_tokens_left()
+
+    def encode(self, call: Call) -> CallPrompt:
+        """Return the prompt of a call. Raises :class:`CallRefused` for what cannot be encoded."""
         try:
-            prompt_ids, parent, kept, again = self._prompt_of(asked)
+            if call.token_ids is not None:
+                return self._prompt_of_ids(call.token_ids)
+            if call.text is not None:
+                return self._text_prompt(call.text)
+            return self._chat_prompt(call)
         except MessageError as error:
             raise CallRefused(400, "invalid_request_error", str(error)) from None
-        written = 0
-        if parent is not None:
-            written = len(prompt_ids) - len(parent.planned.prompt_ids) - kept
-        max_tokens = self._room(asked, len(prompt_ids), written)
+
+    def plan(self, call: Call, prompt: CallPrompt) -> PlannedCall:
+        """Return a call with its place in the session; it counts from now on. Raises
+        :class:`CallRefused`.
+        """
+        self.admit(call)  # others may have come while it was encoded
+        max_tokens = self._room(call, prompt)
         self.is_out_of_budget = False  # an agent may have made its history shorter
-        self.calls += asked.choices
-        self.retokenized += again
-        self.ignored += asked.ignored
-        names = tuple(self._name_of(prompt_ids) for _ in range(asked.choices))
-        return PlannedCall(
-            asked=asked,
-            prompt_ids=tuple(prompt_ids),
-            parent=parent,
-            kept=kept,
-            max_tokens=max_tokens,
-            names=names,
-        )
+        self.calls += call.choices
+        self.retokenized += prompt.retokenized
+        self.ignored += call.ignored
+        names = tuple(self._name_of(prompt) for _ in range(call.choices))
+        return PlannedCall(call, prompt, max_tokens, names)
 
     def commit(self, planned: PlannedCall, responses: Sequence[Response]) -> list[Turn]:
         """Add the engine's responses to a call, one for each of its choices; return them. Raises
@@ -189,12 +224,8 @@ class Session:
         tokens.
         """
         if self.is_sealed:
-            raise CallRefused(409, "session_is_over", "this session is over")
-        parent = planned.parent
-        written = 0
-        if parent is not None:
-            written = len(planned.prompt_ids) - len(parent.planned.prompt_ids) - planned.kept
-        room = self.limits.response_tokens - self.used - written
+            raise session_is_over()
+        room = self._left(planned.prompt)
         turns = []
         for name, response in zip(planned.names, responses, strict=True):
             response = _cut(response, room)
@@ -207,71 +238,45 @@ class Session:
         self.used = self.limits.response_tokens - room
         return turns
 
-    def _prompt_of(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
-        """Return the ids of a prompt, the turn it goes on from, how many of its tokens stay, and
-        how many tokens were encoded again whose text had ids.
-        """
-        if asked.token_ids is not None:
-            return self._prompt_of_ids(asked.token_ids)
-        texts = [message["content"] for message in asked.messages]
-        if asked.text is not None:
-            texts = [asked.text]
-        most = self.limits.sequence_tokens
-        # a message takes a token at least
-        if len(texts) > most or self.chat.must_exceed(texts, most):
-            raise self._no_tokens_left()
-        if asked.text is not None:
-            return self._text_prompt(asked.text)
-        return self._chat_prompt(asked)
-
-    def _chat_prompt(self, asked: AskedCall) -> tuple[list[int], Turn | None, int, int]:
-        if asked.tools:
+    def _chat_prompt(self, call: Call) -> CallPrompt:
+        if call.tools:
             self.chat.check_tools()
         fits = [
             turn
             for turn in self.turns
-            if turn.planned.asked.is_chat
-            and turn.planned.asked.tools == asked.tools
-            and begins_with(asked.messages, turn.history)
+            if turn.call.is_chat
+            and turn.call.tools == call.tools
+            and begins_with(call.messages, turn.history)
         ]
         if not fits:
-            return self.chat.encode_chat(asked.messages, asked.tools), None, 0, 0
+            return CallPrompt(tuple(self.chat.encode_chat(call.messages, call.tools)))
         turn = max(fits, key=lambda one: len(one.history))  # of several the first
         end = self.chat.turn_end
         ends_turn = end is not None and len(turn.sampled) > 0 and int(turn.sampled[-1]) == end
         kept = len(turn.sampled) if ends_turn and not turn.hidden else turn.answer_tokens
         said = turn.sampled[:kept]
-        new = asked.messages[len(turn.history) :]
-        behind = self.chat.continued(turn.history, new, asked.tools, said)
+        new = call.messages[len(turn.history) :]
+        behind = self.chat.continued(turn.history, new, call.tools, said)
         cut = self._text_behind(turn, kept)
         if behind is None or cut is None:
-            whole = [*turn.history, *new]  # with the reasoning that the client has left out
-            token_ids = self.chat.encode_chat(whole, asked.tools)
-            return token_ids, None, 0, len(token_ids)
-        again = self.chat.encode(cut) if cut else []
-        prompt_ids = [*turn.planned.prompt_ids, *said.tolist(), *again, *behind]
-        return prompt_ids, turn, kept, len(again)
+            # with the reasoning that the client has left out
+            return _again(self.chat.encode_chat([*turn.history, *new], call.tools))
+        return self._behind(turn, kept, cut, behind)
 
-    def _text_prompt(self, text: str) -> tuple[list[int], Turn | None, int, int]:
-        fits = [
-            turn
-            for turn in self.turns
-            if not turn.planned.asked.is_chat and text.startswith(turn.text)
-        ]
+    def _text_prompt(self, text: str) -> CallPrompt:
+        fits = [turn for turn in self.turns if not turn.call.is_chat and text.startswith(turn.text)]
         if fits:
             turn = max(fits, key=lambda one: len(one.text))
             return self._text_behind_turn(turn, text[len(turn.text) :])
         first = self.chat.text_of(self.prompt.token_ids)
         if first and text.startswith(first):
-            rest = text[len(first) :]
-            behind = self.chat.encode(rest) if rest else []
-            return [*self.prompt.token_ids, *behind], None, 0, 0
+            return CallPrompt((*self.prompt.token_ids, *self.chat.encode(text[len(first) :])))
         token_ids = self.chat.encode_from_start(text)
         if not token_ids:
             raise MessageError("the prompt has no tokens")
-        return token_ids, None, 0, 0
+        return CallPrompt(tuple(token_ids))
 
-    def _text_behind_turn(self, turn: Turn, rest: str) -> tuple[list[int], Turn | None, int, int]:
+    def _text_behind_turn(self, turn: Turn, rest: str) -> CallPrompt:
         """Return the prompt that goes on from a turn with the text ``rest``, which begins with the
         stop text if the agent has put that back.
         """
@@ -282,12 +287,17 @@ class Session:
             rest = rest[len(turn.hidden) :]
             cut = ""
         if cut is None:
-            token_ids = self.chat.encode_from_start(turn.text + rest)
-            return token_ids, None, 0, len(token_ids)
-        again = self.chat.encode(cut) if cut else []
-        behind = self.chat.encode(rest) if rest else []
+            return _again(self.chat.encode_from_start(turn.text + rest))
+        return self._behind(turn, kept, cut, self.chat.encode(rest))
+
+    def _behind(self, turn: Turn, kept: int, cut: str, behind: Sequence[int]) -> CallPrompt:
+        """Return the prompt that goes on behind the first ``kept`` sampled tokens of a turn, with
+        the text ``cut`` that these lack.
+        """
+        again = self.chat.encode(cut)
         said = turn.sampled[:kept].tolist()
-        return [*turn.planned.prompt_ids, *said, *again, *behind], turn, kept, len(again)
+        token_ids = (*turn.prompt.token_ids, *said, *again, *behind)
+        return CallPrompt(token_ids, turn, kept, len(again))
 
     def _text_behind(self, turn: Turn, kept: int) -> str | None:
         """Return the end of a turn's answer that its first ``kept`` tokens lack, because a stop
@@ -301,29 +311,35 @@ class Session:
             return None
         return answer[len(begin) :].decode(errors="replace")
 
-    def _prompt_of_ids(self, token_ids: tuple[int, ...]) -> tuple[list[int], Turn | None, int, int]:
-        best: tuple[int, Turn | None, int] = (0, None, 0)
-        for turn in self.turns:
-            for kept in {len(turn.sampled), turn.answer_tokens}:
-                ids = (*turn.planned.prompt_ids, *turn.sampled[:kept].tolist())
-                if len(ids) > best[0] and token_ids[: len(ids)] == ids:
-                    best = (len(ids), turn, kept)
+    def _prompt_of_ids(self, token_ids: tuple[int, ...]) -> CallPrompt:
         if not token_ids:
             raise MessageError("the prompt has no tokens")
         size = len(self.chat.tokens.table)
         if not all(0 <= token < size for token in token_ids):
             raise MessageError(f"token ids must be from 0 to {size - 1}")
-        return list(token_ids), best[1], best[2], 0
+        longest = 0
+        prompt = CallPrompt(token_ids)
+        for turn in self.turns:
+            for kept in {len(turn.sampled), turn.answer_tokens}:
+                ids = (*turn.prompt.token_ids, *turn.sampled[:kept].tolist())
+                if len(ids) > longest and token_ids[: len(ids)] == ids:
+                    longest = len(ids)
+                    prompt = CallPrompt(token_ids, turn, kept)
+        return prompt
 
-    def _room(self, asked: AskedCall, prompt_tokens: int, written: int) -> int:
+    def _left(self, prompt: CallPrompt) -> int:
+        """Return how many tokens may be sampled behind a prompt, of all choices together."""
+        return self.limits.response_tokens - self.used - len(prompt.written)
+
+    def _room(self, call: Call, prompt: CallPrompt) -> int:
         """Return how many tokens each choice may have. Raises :class:`CallRefused` if there is
         none.
         """
-        left = self.limits.response_tokens - self.used - written
-        left = min(left // asked.choices, self.limits.sequence_tokens - prompt_tokens)
+        left = self._left(prompt) // call.choices
+        left = min(left, self.limits.sequence_tokens - len(prompt.token_ids))
         if left < 1:
             raise self._no_tokens_left()
-        return left if asked.max_tokens is None else min(left, asked.max_tokens)
+        return left if call.max_tokens is None else min(left, call.max_tokens)
 
     def _no_tokens_left(self) -> CallRefused:
         self.is_out_of_budget = True
@@ -336,20 +352,21 @@ class Session:
             f"(rollout.max_response_length), {self.limits.sequence_tokens} in all",
         )
 
-    def _name_of(self, prompt_ids: Sequence[int]) -> str:
+    def _name_of(self, prompt: CallPrompt) -> str:
         """Return the id of a call: it depends on its prompt, and on how many calls with the same
         prompt came before it.
         """
-        digest = hashlib.blake2b(np.asarray(prompt_ids, np.int64).tobytes(), digest_size=8).digest()
+        ids = np.asarray(prompt.token_ids, np.int64)
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
         self._seen[digest] += 1
         return f"{self.prompt.prompt_id}/{self.index}/{digest.hex()}/{self._seen[digest]}"
 
     def _turn(self, planned: PlannedCall, name: str, response: Response) -> Turn:
-        asked = planned.asked
+        call = planned.call
         sampled = response.token_ids
         ended = self.chat.has_ended(sampled)
         whole = self.chat.bytes_of(sampled[: len(sampled) - ended])
-        at = stop_in(whole, asked.stop)
+        at = stop_in(whole, call.stop)
         tokens = len(sampled) - ended
         if at is not None:
             tokens = self._tokens_within(sampled[:tokens], at)
@@ -357,21 +374,20 @@ class Session:
         hidden = "" if at is None else whole[at:].decode(errors="replace")
         history: tuple[Message, ...] = ()
         text_before = ""
-        if asked.is_chat:
+        if call.is_chat:
             reply = reply_of(
                 answer,
                 self.chat.tags,
-                self.chat.bytes_of(planned.prompt_ids[-PROMPT_TOKENS:]),
-                parses_calls=bool(asked.tools),
+                self.chat.bytes_of(planned.prompt.token_ids[-PROMPT_TOKENS:]),
+                parses_calls=bool(call.tools),
                 name=name.rpartition("/")[0].rpartition("/")[2] + name.rpartition("/")[2],
             )
             history = (*self._history_of(planned), reply)
         else:
-            text_before = asked.text if asked.text is not None else ""
-            if asked.token_ids is not None:
-                text_before = self.chat.text_of(asked.token_ids)
+            text_before = call.text or self.chat.text_of(call.token_ids or ())
         return Turn(
-            planned=planned,
+            call=call,
+            prompt=planned.prompt,
             name=name,
             sampled=sampled,
             logprobs=response.logprobs,
@@ -388,8 +404,8 @@ class Session:
 
     def _history_of(self, planned: PlannedCall) -> tuple[Message, ...]:
         """Return the messages of a call, ours for those that are ours: with their reasoning."""
-        parent = planned.parent
-        messages = planned.asked.messages
+        parent = planned.prompt.parent
+        messages = planned.call.messages
         if parent is None:
             return messages
         return (*parent.history, *messages[len(parent.history) :])
@@ -410,25 +426,19 @@ class Session:
         ended = self.chat.has_ended(last.sampled)
         kept = len(last.sampled) - ended
         text = self.chat.text_of(last.sampled[:kept])
-        end_of_prompt = self.chat.bytes_of(last.planned.prompt_ids[-PROMPT_TOKENS:])
+        end_of_prompt = self.chat.bytes_of(last.prompt.token_ids[-PROMPT_TOKENS:])
         _, answer = split_reasoning(text, self.chat.tags, end_of_prompt)
         if not answer or marker in answer:
             return None
         line = f"{marker} Confidence:"
         opening = self.chat.encode(line if text.endswith("\n") else f"\n{line}")
-        prompt_ids = (*last.planned.prompt_ids, *last.sampled[:kept].tolist(), *opening)
-        left = self.limits.response_tokens - self.used - len(opening)
-        left = min(left, self.limits.sequence_tokens - len(prompt_ids), CONFIDENCE_TOKENS)
+        token_ids = (*last.prompt.token_ids, *last.sampled[:kept].tolist(), *opening)
+        prompt = CallPrompt(token_ids, last, kept)
+        left = self.limits.sequence_tokens - len(token_ids)
+        left = min(self._left(prompt), left, CONFIDENCE_TOKENS)
         if left < 1:
             return None
-        return PlannedCall(
-            asked=AskedCall(text=""),
-            prompt_ids=prompt_ids,
-            parent=last,
-            kept=kept,
-            max_tokens=left,
-            names=(self._name_of(prompt_ids),),
-        )
+        return PlannedCall(Call(text=""), prompt, left, (self._name_of(prompt),))
 
     def add_confidence(self, planned: PlannedCall, response: Response) -> None:
         """Add what the policy stated when it was asked; the session may be sealed."""
@@ -446,13 +456,13 @@ class Session:
         parts = _Parts()
         answer_from = 0
         for path in paths:
-            parts.begin(path[0].planned.prompt_ids)
+            parts.begin(path[0].prompt.token_ids)
             for number, turn in enumerate(path):
                 if number:
-                    parts.write(turn.written)
+                    parts.write(turn.prompt.written)
                 if turn is answer:
                     answer_from = parts.length
-                kept = path[number + 1].planned.kept if number + 1 < len(path) else None
+                kept = path[number + 1].prompt.kept if number + 1 < len(path) else None
                 parts.sample(turn, kept)
         token_ids, logprobs, loss_mask = parts.arrays()
         is_prompt_alone = len(paths) == 1 and parts.contexts == [self.prompt.token_ids]
@@ -557,6 +567,15 @@ class _Parts:
             np.concatenate(self._logprobs),
             np.concatenate(self._mask),
         )
+
+
+def session_is_over() -> CallRefused:
+    return CallRefused(409, "session_is_over", "this session is over")
+
+
+def _again(token_ids: Sequence[int]) -> CallPrompt:
+    """Return the prompt of another segment, encoded again as a whole."""
+    return CallPrompt(tuple(token_ids), retokenized=len(token_ids))
 
 
 def stop_in(text: bytes, stop: Sequence[str]) -> int | None:

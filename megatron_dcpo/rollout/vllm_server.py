@@ -53,7 +53,7 @@ from megatron_dcpo.runtime.device import capabilities, own_stream, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
-from megatron_dcpo.types import Prompt, Response, ResponseKey
+from megatron_dcpo.types import Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, in_parts, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes
@@ -128,8 +128,9 @@ class ServerEngine(Engine):
         self, arrivals: Arrivals, sampling: SamplingConfig, step: int = 0
     ) -> Generator[list[Response], None, None]:
         """Pass on what arrives as :meth:`megatron_dcpo.rollout.engine.Engine.serve` says, with its
-        token ids: one request per call, ``concurrency`` at a time. A call that ends at a text goes
-        on to its end, and is cut behind it.
+        token ids: one request per call, ``concurrency`` at a time. The server stops at the texts of
+        a call as soon as it has decoded one; what it has sampled behind the token with which that
+        is complete is cut off.
         """
         if sampling.raw_logprobs or sampling.top_logprobs:
             raise ValueError(
@@ -146,8 +147,7 @@ class ServerEngine(Engine):
                         arrivals.wait(_LOOK_SECONDS)
                     requests.withdraw(arrivals.take_cancelled())
                     for call in arrivals.take(self.concurrency):
-                        own = replace(sampling, max_tokens=call.max_tokens)
-                        requests.send(call, partial(self._sample, sampling=own, step=step))
+                        requests.send(call, partial(self._sample, sampling=sampling, step=step))
                     finished = requests.take_finished()
                     if finished:
                         self.server.check_version(self.weights_version)
@@ -228,36 +228,35 @@ class ServerEngine(Engine):
 
     # ---------------------------------------------------------------------------------------- parts
     def _sample(
-        self,
-        sample: tuple[Prompt, int],
-        sampling: SamplingConfig,
-        step: int,
-        withdraw: threading.Event,
+        self, call: EngineCall, sampling: SamplingConfig, step: int, withdraw: threading.Event
     ) -> Response:
         """Return the server's response. Raises :class:`EngineError`, also for a reply that cannot
         be one.
         """
-        prompt, index = sample
+        prompt, index = call.prompt, call.index
         body = {
             "model": self.server.model,
             "prompt": list(prompt.token_ids),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": call.max_tokens,
             "seed": request_seed(sampling.seed, step, prompt.prompt_id, index),
             "stop_token_ids": list(self.eos_token_ids),
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
         }
+        if call.ends is not None:
+            body["stop"] = list(call.ends.texts)
+            body["skip_special_tokens"] = False  # a text may be one's
         reply = self.server.complete(body, withdraw)
         try:
             (choice,) = reply["choices"]
             token_ids = np.array(choice["token_ids"], np.int64)
             logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
             stopped = choice["finish_reason"] == "stop"
-            self._check_tokens(token_ids, logprobs, sampling.max_tokens)
+            self._check_tokens(token_ids, logprobs, call.max_tokens)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             what = f"{type(error).__name__}: {one_line(error, 200)}"
             raise EngineError(f"{self.server.url}: unexpected reply ({what})") from None
@@ -314,7 +313,7 @@ class _Requests:
 
     def send(self, call: EngineCall, sample: Callable[..., Response]) -> None:
         withdraw = self.under_way[call.key] = threading.Event()
-        request = self.pool.submit(sample, (call.prompt, call.index), withdraw=withdraw)
+        request = self.pool.submit(sample, call, withdraw=withdraw)
         request.add_done_callback(partial(self._is_done, call))
 
     def withdraw(self, keys: Iterable[ResponseKey]) -> None:

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.agents import AgentRollout, options_of
+from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.engine import Engine
 from megatron_dcpo.runtime import hub
@@ -29,9 +29,11 @@ def build_agent_rollout(
         thinking=config.data.thinking,
         date=date_of(config),
     )
-    options = options_of(
-        config.rollout,
+    return AgentRollout(
+        engine=engine,
+        chat=chat,
+        config=config.rollout,
+        model=hub.name_of(config.model.path),
         sequence_tokens=sequence_tokens,
         marker=config.judging.marker,
     )
-    return AgentRollout(engine, chat, options, model=hub.name_of(config.model.path))

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -44,10 +45,24 @@ logger = logging.getLogger(__name__)
 SAMPLES_PER_STEP = 32  # judged responses written
 
 
+@dataclass(frozen=True)
+class Texts:
+    """``decode`` turns token ids into text, special tokens included; one of ``eos_ids`` that ends a
+    response is no part of its text.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    eos_ids: Collection[int]
+
+    def of_response(self, token_ids: Sequence[int]) -> str:
+        has_ended = len(token_ids) > 0 and token_ids[-1] in self.eos_ids
+        return self.decode(token_ids[:-1] if has_ended else token_ids)
+
+
 class Recorder(Records):
     """Writes on rank 0; on the other ranks a call only takes part in what is collective.
 
-    Files are open inside ``with recorder.from_step(n)``. ``decode`` turns token ids into text.
+    Files are open inside ``with recorder.from_step(n)``. ``texts`` are those of responses.
     ``saver`` gives up the checkpoint of a step whose records the disk refuses.
     """
 
@@ -56,7 +71,7 @@ class Recorder(Records):
         directory: Path,
         config: Config,
         policy: Policy,
-        decode: Callable[[Sequence[int]], str],
+        texts: Texts,
         topology: Topology,
         timers: Timers,
         saver: Saver,
@@ -70,7 +85,7 @@ class Recorder(Records):
         )
         self.config = config
         self.policy = policy
-        self.decode = decode
+        self.texts = texts
         self.timers = timers
         self.mismatch_path = directory / "mismatch.jsonl"
         self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
@@ -213,26 +228,22 @@ class Recorder(Records):
         directory.mkdir(exist_ok=True)
         lines = []
         for sample in samples[:SAMPLES_PER_STEP]:
-            row = sample_row(sample, step, self.decode)
+            row = sample_row(sample, step, self.texts)
             lines.append(json.dumps(json_ready(row), ensure_ascii=False) + "\n")
         write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines))
 
 
-def sample_row(
-    sample: TrainingSample, step: int, decode: Callable[[Sequence[int]], str]
-) -> codec.Row:
+def sample_row(sample: TrainingSample, step: int, texts: Texts) -> codec.Row:
     """Return a judged response as a line of ``samples/step_*.jsonl``: a row of the codec, the step
     that trains on it, and its ``pieces``.
     """
     response = sample.response
     if response.text is None:
-        ids = response.token_ids.tolist()
-        # the last token of a finished response ends it, and is no part of its text
-        text = decode(ids[:-1] if response.finish_reason == "stop" else ids)
+        text = texts.of_response(response.token_ids.tolist())
         response = replaced(response, text=text)
     row = codec.to_row(sample.prompt, response, sample.judgement)
     row["training_step"] = step
-    row["pieces"] = token_pieces(sample, decode)
+    row["pieces"] = token_pieces(sample, texts.decode)
     return row
 
 

@@ -41,7 +41,7 @@ from megatron_dcpo.training.preflight import (
     check_tokens,
 )
 from megatron_dcpo.training.provenance import date_of
-from megatron_dcpo.training.recorder import Recorder
+from megatron_dcpo.training.recorder import Recorder, Texts
 from megatron_dcpo.training.rollouts import (
     AsyncRollouts,
     Rollouts,
@@ -184,7 +184,7 @@ def build(config: Config) -> Iterator[Run]:
         directory=directory,
         config=config,
         policy=policy,
-        decode=partial(decode, inputs.tokenizer),
+        texts=Texts(partial(decode, inputs.tokenizer), engine.eos_token_ids),
         topology=topology,
         timers=timers,
         saver=saver,

@@ -199,7 +199,7 @@ from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.training.rollouts import restored_groups, saved_groups
-from megatron_dcpo.training.recorder import sample_row
+from megatron_dcpo.training.recorder import Texts, sample_row
 from megatron_dcpo.training.sampler import PromptGroup
 
 text = "perhaps \\\\boxed{4}"
@@ -216,7 +216,9 @@ assert json.loads(Path("samples.jsonl").read_text())["hedged"] is True
 assert sample.judgement.hedged
 
 trained = types.TrainingSample(prompt, response, judgement)
-row = json.loads(json.dumps(json_ready(sample_row(trained, 1, lambda ids: bytes(ids).decode()))))
+texts = Texts(lambda ids: bytes(ids).decode(), eos_ids=(0,))
+row = json.loads(json.dumps(json_ready(sample_row(trained, 1, texts))))
+assert row["text"] == text, "no end token"
 assert row["hedged"] is True
 assert codec.from_row(types.Judgement, row).hedged
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout.agents import AgentRollout, options_of
+from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response
@@ -42,7 +42,7 @@ def rollout(request: pytest.FixtureRequest) -> Iterator[AgentRollout]:
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "quickstart" / "policy")
     chat = ChatTokens(tokenizer, token_bytes(tokenizer), (tokenizer.eos_token_id,))
     engine: Any = ScriptedEngine(lambda text: SCRIPT[text], chat)
-    made = AgentRollout(engine, chat, options_of(config.rollout, 64, "<conf>"), "policy")
+    made = AgentRollout(engine, chat, config.rollout, "policy", 64, "<conf>")
     yield made
     made.close()
 
@@ -72,7 +72,7 @@ def test_a_call_is_answered_and_the_policy_goes_on(
     assert text_of(rollout, response, sampled=True) == f"[347*8]{REST}<|endoftext|>"
     assert text_of(rollout, response, sampled=False) == "6772"
     assert response.contexts == ()
-    is_program = bool(rollout.options.command)
+    is_program = bool(rollout.config.command)
     assert response.verdict == ({"score": 1.0} if is_program else None)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.agents import AgentOptions, AgentRollout
+from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.chat_policy import ScriptedEngine, prompt_of
@@ -50,18 +51,21 @@ def rows_of(python: str, file: Path, name: str, *words: str) -> list[dict[str, A
 @contextmanager
 def rollout(agent: str, python: str, answer: Callable[[str], str]) -> Iterator[AgentRollout]:
     engine: Any = ScriptedEngine(answer)
-    options = AgentOptions(
+    config = AgentsConfig(
         agent=agent,
-        command="",
-        at_once=8,
-        seconds=60.0,
-        calls=6,
+        agent_python=python,
+        agent_sessions=8,
+        agent_seconds=60.0,
+        agent_calls=6,
+    )
+    made = AgentRollout(
+        engine=engine,
+        chat=engine.chat,
+        config=config,
+        model="policy",
         sequence_tokens=4000,
         marker="<conf>",
-        asks_confidence=True,
-        python=python,
     )
-    made = AgentRollout(engine, engine.chat, options, "policy")
     try:
         yield made
     finally:

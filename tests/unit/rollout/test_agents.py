@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import textwrap
@@ -14,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.agents import (
     AgentHost,
-    AgentOptions,
     AgentRollout,
-    HostProgram,
     verdict_of,
 )
 from megatron_dcpo.rollout.engine import EngineError
@@ -116,6 +116,16 @@ async def forges(problem, client):
     except openai.AuthenticationError:
         return {"score": 0.5}
 
+async def kills(problem, client):
+    os.kill(os.getppid(), 9)
+    time.sleep(1000)
+
+async def nested(problem, client):
+    value = []
+    for _ in range(problem["row"]["levels"]):
+        value = [value]
+    return {"score": 0.5, "trace": value}
+
 async def wrong(problem, client):
     return {"score": 7}
 
@@ -129,24 +139,23 @@ def write(folder: Path, text: str, name: str = "agent.py") -> str:
     return f"{folder / name}:run"
 
 
-def options(**changed: Any) -> AgentOptions:
-    given: dict[str, Any] = {
-        "agent": "",
-        "command": "",
-        "at_once": 8,
-        "seconds": 20.0,
-        "calls": 6,
-        "sequence_tokens": 4000,
-        "marker": "<conf>",
-        "asks_confidence": False,
-    }
-    return AgentOptions(**{**given, **changed})
-
-
 @contextmanager
 def rollout(answer: Any = lambda text: "It is 42.", **changed: Any) -> Iterator[AgentRollout]:
     engine: Any = ScriptedEngine(answer)
-    made = AgentRollout(engine, engine.chat, options(**changed), "policy")
+    given: dict[str, Any] = {
+        "agent_sessions": 8,
+        "agent_seconds": 20.0,
+        "agent_calls": 6,
+        "asks_confidence": False,
+    }
+    made = AgentRollout(
+        engine=engine,
+        chat=engine.chat,
+        config=AgentsConfig(**{**given, **changed}),
+        model="policy",
+        sequence_tokens=4000,
+        marker="<conf>",
+    )
     try:
         yield made
     finally:
@@ -154,7 +163,7 @@ def rollout(answer: Any = lambda text: "It is 42.", **changed: Any) -> Iterator[
 
 
 def sampled(
-    made: AgentRollout, *does: str, times: int = 1, most: int = 2000, **row: str
+    made: AgentRollout, *does: str, times: int = 1, most: int = 2000, **row: Any
 ) -> dict[ResponseKey, Response]:
     samples = []
     for name in does:
@@ -172,7 +181,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentRollout]:
     path = write(tmp_path_factory.mktemp("agents"), AGENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_dcpo.rollout.agents.MEMORY_BYTES", 128 << 20)
-        with rollout(agent=path, seconds=3.0) as made:
+        with rollout(agent=path, agent_seconds=3.0) as made:
             yield made
 
 
@@ -211,6 +220,16 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(agents: AgentRollout) -
     assert "agent.py" in str(got["crashes", 0].failure)
     assert "3" in str(got["exits", 0].failure)
     assert got["scores", 0].failure is None
+
+
+@pytest.mark.parametrize("levels", [90, 975, 1500])
+def test_a_verdict_is_no_deeper_than_json_is_read(tmp_path: Path, levels: int) -> None:
+    """Whatever the agent's module does with Python's limit, which was ours then."""
+    path = write(tmp_path, AGENT + "\nsys.setrecursionlimit(100_000)")
+    with rollout(agent=path) as made:
+        got = sampled(made, "nested", "scores", levels=levels)
+    assert got["scores", 0].failure is None
+    assert (got["nested", 0].failure is None) == (levels < 100)
 
 
 def test_a_session_whose_budget_is_used_up_is_truncated_and_stays(agents: AgentRollout) -> None:
@@ -342,7 +361,7 @@ def test_a_python_that_cannot_be_run_ends_the_run_at_its_start(tmp_path: Path) -
     for python in (str(tmp_path / "nothing"), path.partition(":")[0]):
         with (
             pytest.raises(UserError, match=r"rollout\.agent=.*agent\.py:run"),
-            rollout(agent=path, python=python),
+            rollout(agent=path, agent_python=python),
         ):
             pass
 
@@ -357,60 +376,48 @@ def test_a_python_that_ends_fails_its_sessions_and_is_started_again(tmp_path: Pa
         + """
 async def lonely(problem, client):
     return {"score": 1, "ours": "megatron_dcpo" in sys.modules, "path": "PYTHONPATH" in os.environ}
-
-async def takes_along(problem, client):
-    os.kill(os.getppid(), 9)
-    time.sleep(1000)
 """
     )
-    with rollout(agent=write(tmp_path, text), python=str(python)) as made:
+    with rollout(agent=write(tmp_path, text), agent_python=str(python)) as made:
         (one,) = sampled(made, "lonely").values()
         assert one.verdict == {"score": 1.0, "ours": False, "path": False}
-        (lost,) = sampled(made, "takes_along").values()
+        (lost,) = sampled(made, "kills").values()
         assert lost.failure
         (again,) = sampled(made, "scores").values()
         assert again.verdict == {"score": 0.25}
 
 
-def test_the_process_that_starts_agents_is_started_again(tmp_path: Path) -> None:
-    with rollout(agent=write(tmp_path, AGENT)) as made:
-        made.host._process.kill()
-        made.host._process.wait()
-        assert len(sampled(made, "scores", times=2)) == 2
-        started = made.host._process.pid
-
-        def late() -> None:
-            time.sleep(0.5)
-            os.kill(started, 9)
-
-        import threading
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        got = sampled(made, "waits")
-        thread.join()
-        assert got["waits", 0].failure
+def ready_and(then: str) -> tuple[str, ...]:
+    """A process that says that it can start agents, and then does something else."""
+    says = "import os, sys, time; print('0 0 15\\n{\"ready\": true}', end='', flush=True); "
+    return sys.executable, "-c", says + then
 
 
-def test_a_process_that_has_said_its_last_starts_no_session() -> None:
-    """One that fails closes its output long before it has ended: a session given to it would never
-    be heard of.
-    """
-    says = "import os, sys; print('{\"ready\": true}', flush=True); os.close(1); sys.stdin.read()"
-    host = AgentHost(HostProgram("agent", (sys.executable, "-c", says)), 5.0)
-    first = host._process
-    time.sleep(0.5)
-    number = host.start({}, "", "")
-    deadline = time.monotonic() + 20
-    outcomes = host.outcomes()
-    while not outcomes:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        outcomes = host.outcomes()
-    assert [one for one, _ in outcomes] == [number]
-    assert "error" in outcomes[0][1]
-    assert first.poll() is not None
-    host.close()
+@pytest.mark.parametrize(
+    "then",
+    [
+        "sys.stdin.read()",
+        "os.close(1); sys.stdin.read()",
+        "print('1 2', flush=True); sys.stdin.read()",
+    ],
+    ids=["says nothing", "has said its last", "says what nobody understands"],
+)
+def test_a_session_waits_for_no_process_that_does_not_answer(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, swapped, ended but for its last lines: the next session gets another process."""
+    monkeypatch.setattr("megatron_dcpo.rollout.agents._KILL_SECONDS", 0.5)
+
+    async def outcomes() -> None:
+        host = AgentHost("agent", ready_and(then), 0.5)
+        first = await host.start()
+        began = time.monotonic()
+        assert "error" in await host.run({}, "", "")
+        assert time.monotonic() - began < 10
+        assert await host.start() is not first
+        await host.close()
+
+    asyncio.run(outcomes())
 
 
 # -------------------------------------------------------------------------------------- commands
@@ -449,7 +456,7 @@ elif does == "loops":
 def test_a_plain_program_is_an_agent(tmp_path: Path) -> None:
     write(tmp_path, COMMAND, "program.py")
     command = f"{sys.executable} {tmp_path / 'program.py'}"
-    with rollout(command=command, seconds=5.0) as made:
+    with rollout(command=command, agent_seconds=5.0) as made:
         got = sampled(made, "scores", "nothing", "fails", "prints", "loops")
     assert got["scores", 0].verdict == {"score": 0.5, "words": 2}
     assert got["nothing", 0].verdict is None
@@ -462,7 +469,7 @@ def test_a_plain_program_is_an_agent(tmp_path: Path) -> None:
 def test_the_verdict_of_a_program_is_its_whole_last_line_once_it_has_ended(tmp_path: Path) -> None:
     """Whatever stands in it, however long it is, and whatever the program has started."""
     write(tmp_path, COMMAND, "program.py")
-    with rollout(command=f"{sys.executable} {tmp_path / 'program.py'}", seconds=20.0) as made:
+    with rollout(command=f"{sys.executable} {tmp_path / 'program.py'}", agent_seconds=20.0) as made:
         got = sampled(made, "shows", "leaves")
     scores = [one.verdict and one.verdict["score"] for one in got.values()]
     assert scores == [0.5, 0.5]
@@ -485,13 +492,9 @@ def test_too_many_failures_end_the_run() -> None:
     ("outcome", "fails", "verdict"),
     [
         ({"value": None}, False, None),
-        ({"value": 1}, False, {"score": 1.0}),
         ({"value": True}, False, {"score": 1.0}),
         ({"value": {"score": 0.5, "n": 2}}, False, {"score": 0.5, "n": 2}),
         ({"value": {"n": 2}}, True, None),
-        ({"value": "0.5"}, True, None),
-        ({"value": -0.1}, True, None),
-        ({"error": "x"}, True, None),
         ({"error": ""}, True, None),
     ],
 )

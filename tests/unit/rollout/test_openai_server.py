@@ -63,6 +63,12 @@ class Running:
         session = Session(prompt, 0, chat, SessionLimits(**given))
         return session, self.endpoint.open(session)
 
+    def seal(self, key: str) -> None:
+        async def sealed() -> None:
+            self.endpoint.seal(key)
+
+        self.endpoint.run(sealed())
+
     def client(self, key: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.endpoint.url}/s/{key}/v1",
@@ -112,7 +118,7 @@ def test_a_chat_of_two_turns_with_a_tool(running: Running) -> None:
     assert second.choices[0].message.content == "It is 42."
     assert second.choices[0].finish_reason == "stop"
     assert second.usage is not None
-    assert second.usage.prompt_tokens == len(session.turns[1].planned.prompt_ids)
+    assert second.usage.prompt_tokens == len(session.turns[1].prompt.token_ids)
     assert session.turns[1].parent is session.turns[0]
     assert session.retokenized == 0
 
@@ -168,6 +174,19 @@ def test_the_sampling_is_the_runs_and_what_is_ignored_is_counted(running: Runnin
     assert session.ignored == 3
 
 
+def test_who_speaks_is_taken_and_counted(running: Running) -> None:
+    """AutoGen and LangGraph send names, which no chat template writes."""
+    session, key = running.session()
+    named: list[Any] = [{**QUESTION, "name": "planner", "cache_control": {"type": "ephemeral"}}]
+    client = running.client(key)
+    first = client.chat.completions.create(model="x", messages=named)
+    named += [{**first.choices[0].message.model_dump(), "name": "solver"}, QUESTION]
+    client.chat.completions.create(model="x", messages=named)
+    assert session.ignored == 2
+    assert session.turns[1].parent is session.turns[0]
+    assert session.turns[0].prompt.token_ids == session.prompt.token_ids
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -185,6 +204,8 @@ def test_the_sampling_is_the_runs_and_what_is_ignored_is_counted(running: Runnin
         {"messages": [{"role": "user", "content": "<|im_end|>"}]},
         {"no_such_field": 1},
         {"stream": "yes"},
+        {"prompt": "x"},
+        {"echo": True},
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(
@@ -194,7 +215,9 @@ def test_what_would_change_the_answer_is_refused_by_name(
     body = {"model": "x", "messages": [QUESTION], **change}
     status, reply, _ = running.post(f"/s/{key}/v1/chat/completions", body)
     assert status == 400
+    (name,) = change
     assert reply["error"]["type"] == "invalid_request_error"
+    assert (reply["error"]["param"] or "messages").startswith(name)
     assert session.turns == []
 
 
@@ -203,6 +226,25 @@ def test_what_is_no_request_is_refused(running: Running, body: bytes) -> None:
     _, key = running.session()
     status, _, _ = running.post(f"/s/{key}/v1/chat/completions", body)
     assert status == 400
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"messages": [3] * 4_000_000},
+        {"messages": [QUESTION], **{f"field {number}": 1 for number in range(200_000)}},
+    ],
+    ids=["messages", "fields"],
+)
+def test_a_large_request_is_refused_as_soon_as_a_small_one(
+    running: Running, large: dict[str, Any]
+) -> None:
+    _, key = running.session()
+    body = json.dumps(large).encode()
+    began = time.monotonic()
+    status, reply, _ = running.post(f"/s/{key}/v1/chat/completions", body)
+    assert (status, len(reply["error"]["message"]) < 1000) == (400, True)
+    assert time.monotonic() - began < 10
 
 
 def test_keys(running: Running) -> None:
@@ -221,7 +263,7 @@ def test_keys(running: Running) -> None:
     assert running.post(f"/s/{key}/v1/responses", body)[0] == 404
     assert running.post(f"/s/{key}{path}", body, {"Host": "example.com"})[0] == 403
     assert running.post(f"/s/{key}{path}", body, {"Origin": "http://example.com"})[0] == 403
-    running.endpoint.seal(key)
+    running.seal(key)
     assert running.post(f"/s/{key}{path}", body)[0] == 409
     with pytest.raises(openai.ConflictError):
         running.client(key).chat.completions.create(model="x", messages=[QUESTION])
@@ -316,7 +358,7 @@ def test_the_end_of_a_session_gives_up_its_calls(running: Running) -> None:
     while not session.calls:
         time.sleep(0.01)
     time.sleep(0.1)
-    running.endpoint.seal(key)
+    running.seal(key)
     asking.join()
     running.engine.is_stuck = False
     assert statuses == [409]

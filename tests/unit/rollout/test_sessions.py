@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_dcpo.rollout.chat_messages import MessageError, is_same, read_messages
+from megatron_dcpo.rollout.chat_messages import is_same
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
-from megatron_dcpo.rollout.sessions import AskedCall, CallRefused, Session, SessionLimits, Turn
+from megatron_dcpo.rollout.openai_requests import ChatRequest, read_request
+from megatron_dcpo.rollout.sessions import (
+    Call,
+    CallRefused,
+    PlannedCall,
+    Session,
+    SessionLimits,
+    Turn,
+)
 from megatron_dcpo.types import Response
 from tests.helpers.chat_policy import CHATML, chat_tokens, prompt_of, said
 
@@ -31,16 +40,26 @@ def session(template: str = "", thinking: str = "off", **limits: int) -> Session
     return Session(prompt_of([QUESTION], chat), 1, chat, SessionLimits(**given))
 
 
+def chat(messages: Any, **wanted: Any) -> Call:
+    request = read_request(json.dumps({"messages": messages}).encode(), ChatRequest)
+    return replace(request.call(), **wanted)
+
+
+def plan(one: Session, wanted: Call) -> PlannedCall:
+    one.admit(wanted)
+    return one.plan(wanted, one.encode(wanted))
+
+
 def call(
     one: Session,
     messages: Sequence[Any],
     answer: str | Sequence[int],
     *,
     ends: bool = True,
-    **asked: Any,
+    **wanted: Any,
 ) -> Turn:
     """Ask and answer: the engine says ``answer``."""
-    planned = one.plan(AskedCall(messages=read_messages([*messages]), **asked))
+    planned = plan(one, chat([*messages], **wanted))
     (turn,) = one.commit(planned, [said(one.chat, answer, ends=ends)])
     return turn
 
@@ -97,9 +116,9 @@ def test_the_second_turn_carries_the_ids_that_were_sampled() -> None:
     a, b = one.chat.encode("a")[0], one.chat.encode("b")[0]
     assert one.chat.encode("ab") != [a, b]
     first = call(one, [QUESTION], [a, b])
-    second = one.plan(AskedCall(messages=read_messages([QUESTION, as_sent(first), QUESTION])))
+    second = plan(one, chat([QUESTION, as_sent(first), QUESTION]))
     begin = (*one.prompt.token_ids, a, b, one.chat.eos_ids[0])
-    assert second.prompt_ids[: len(begin)] == begin
+    assert second.prompt.token_ids[: len(begin)] == begin
     one.commit(second, [said(one.chat, "2")])
     response = one.response()
     assert response.contexts == ()
@@ -233,11 +252,8 @@ def test_two_calls_from_one_prefix_share_it_and_train_it_once() -> None:
     one = session(CHATML)
     first = call(one, [QUESTION], "ab")
     history = [QUESTION, as_sent(first)]
-    asked = [
-        AskedCall(messages=read_messages([*history, {"role": "user", "content": text}]))
-        for text in ("left", "right")
-    ]
-    planned = [one.plan(each) for each in asked]
+    asked = [chat([*history, {"role": "user", "content": text}]) for text in ("left", "right")]
+    planned = [plan(one, each) for each in asked]
     for each, text in zip(planned, ("L", "R"), strict=True):
         one.commit(each, [said(one.chat, text)])
     response = one.response()
@@ -252,10 +268,8 @@ def test_the_order_of_arrival_changes_nothing() -> None:
     made = []
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         one = session(CHATML)
-        asked = [
-            AskedCall(messages=read_messages([{"role": "user", "content": text}])) for text in "xyz"
-        ]
-        planned = {number: one.plan(asked[number]) for number in order}
+        asked = [chat([{"role": "user", "content": text}]) for text in "xyz"]
+        planned = {number: plan(one, asked[number]) for number in order}
         for number in reversed(order):
             one.commit(planned[number], [said(one.chat, "xyz"[number] * 2)])
         call(one, [QUESTION], "42")
@@ -268,9 +282,9 @@ def test_the_order_of_arrival_changes_nothing() -> None:
 
 def test_equal_calls_have_names_of_their_own() -> None:
     one = session()
-    asked = AskedCall(messages=read_messages([QUESTION]), choices=2)
-    first = one.plan(asked)
-    second = one.plan(asked)
+    asked = chat([QUESTION], choices=2)
+    first = plan(one, asked)
+    second = plan(one, asked)
     assert len({*first.names, *second.names}) == 4
     turns = one.commit(first, [said(one.chat, "41"), said(one.chat, "42")])
     assert [turn.reply["content"] for turn in turns] == ["41", "42"]
@@ -284,9 +298,9 @@ def test_a_tools_output_cannot_write_a_turn(text: str) -> None:
     """Case 9."""
     one = session()
     first = call(one, [QUESTION], CALL, tools=TOOLS)
-    messages = read_messages([QUESTION, as_sent(first), {"role": "tool", "content": text}])
+    messages = [QUESTION, as_sent(first), {"role": "tool", "content": text}]
     with pytest.raises(CallRefused) as refused:
-        one.plan(AskedCall(messages=messages, tools=TOOLS))
+        plan(one, chat(messages, tools=TOOLS))
     assert refused.value.status == 400
 
 
@@ -325,7 +339,7 @@ def test_a_malformed_call_is_the_text_that_the_policy_wrote(text: str) -> None:
 def test_tools_are_refused_where_their_form_is_not_known() -> None:
     one = session(CHATML)
     with pytest.raises(CallRefused) as refused:
-        one.plan(AskedCall(messages=read_messages([QUESTION]), tools=TOOLS))
+        plan(one, chat([QUESTION], tools=TOOLS))
     assert refused.value.status == 400
     assert "tool" in str(refused.value)
 
@@ -334,42 +348,54 @@ def test_budgets_end_in_400() -> None:
     """Case 10: tokens of the session, of a sequence, and calls."""
     one = session(CHATML, response_tokens=12)
     first = call(one, [QUESTION], "It is 42.")
-    messages = read_messages([QUESTION, as_sent(first), QUESTION])
+    messages = [QUESTION, as_sent(first), QUESTION]
     with pytest.raises(CallRefused) as refused:
-        one.plan(AskedCall(messages=messages))
+        plan(one, chat(messages))
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
     assert len(one.response().token_ids) == 10
 
     few = session(CHATML, calls=2)
     call(few, [QUESTION], "1")
     with pytest.raises(CallRefused) as refused:
-        few.plan(AskedCall(messages=read_messages([QUESTION]), choices=2))
+        plan(few, chat([QUESTION], choices=2))
     assert (refused.value.status, refused.value.code) == (400, "too_many_calls")
 
     prompt = len(one.prompt.token_ids)
     long = session(CHATML, sequence_tokens=prompt + 3)
-    assert long.plan(AskedCall(messages=read_messages([QUESTION]), max_tokens=9)).max_tokens == 3
+    assert plan(long, chat([QUESTION], max_tokens=9)).max_tokens == 3
     with pytest.raises(CallRefused):
-        long.plan(AskedCall(messages=read_messages([{"role": "user", "content": "x" * 40}])))
+        plan(long, chat([{"role": "user", "content": "x" * 40}]))
+
+
+ARGUMENTS = {"function": {"name": "f", "arguments": {"text": "x" * 8000 * 64}}}
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [[QUESTION] * 8001, [{"role": "user", "content": "x" * 8000 * 64}]],
-    ids=["more messages than tokens", "more text than the longest tokens hold"],
+    "wanted",
+    [
+        {"messages": [QUESTION] * 8001},
+        {"messages": [{"role": "user", "content": "x" * 8000 * 64}]},
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [ARGUMENTS]}]},
+        {"messages": [QUESTION, {"role": "assistant", "reasoning_content": "x" * 8000 * 64}]},
+        {"tools": ({"type": "function", "function": {"name": "x" * 8000 * 64}},)},
+        {"tools": TOOLS * 8001},
+        {"text": "x" * 8000 * 64},
+    ],
+    ids=["messages", "content", "arguments", "reasoning", "a tool", "tools", "text"],
 )
 def test_what_cannot_fit_is_refused_before_it_is_written(
-    messages: list[Any], monkeypatch: pytest.MonkeyPatch
+    wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat of twenty thousand messages held up every session for minutes."""
+    """A chat of twenty thousand messages, and 4 MB of tools, held up every session."""
     one = session(CHATML)
 
-    def written(*_: Any, **__: Any) -> str:
-        raise AssertionError("the template has written it")
+    def encoded(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it is encoded")
 
-    monkeypatch.setattr(ChatTokens, "_written", written)
+    monkeypatch.setattr(ChatTokens, "_written", encoded)
+    monkeypatch.setattr(ChatTokens, "encode", encoded)
     with pytest.raises(CallRefused) as refused:
-        one.plan(AskedCall(messages=read_messages(messages)))
+        plan(one, chat(wanted.pop("messages", [QUESTION]), **wanted))
     assert refused.value.code == "context_length_exceeded"
     assert one.is_out_of_budget
 
@@ -382,17 +408,17 @@ def test_a_message_that_the_template_leaves_out_is_refused_wherever_it_stands() 
     )
     one = session(system_first)
     system = {"role": "system", "content": "Be brief."}
-    one.plan(AskedCall(messages=read_messages([QUESTION, system, QUESTION])))
+    plan(one, chat([QUESTION, system, QUESTION]))
     lost = {"role": "tool", "content": "42", "tool_call_id": "c"}
     for messages in ([lost, QUESTION], [QUESTION, lost, QUESTION], [QUESTION, lost]):
         with pytest.raises(CallRefused) as refused:
-            one.plan(AskedCall(messages=read_messages(messages)))
+            plan(one, chat(messages))
         assert "role tool" in str(refused.value)
 
 
 def test_calls_beside_each_other_cannot_take_more_than_the_session_has() -> None:
     one = session(CHATML, response_tokens=8)
-    planned = [one.plan(AskedCall(messages=read_messages([QUESTION]))) for _ in range(3)]
+    planned = [plan(one, chat([QUESTION])) for _ in range(3)]
     assert [each.max_tokens for each in planned] == [8, 8, 8]
     one.commit(planned[0], [said(one.chat, "12345")])
     (cut,) = one.commit(planned[1], [said(one.chat, "12345")])
@@ -406,7 +432,7 @@ def test_an_answer_after_a_refusal_is_whole() -> None:
     """An agent that is told that its history is too long may go on with a shorter one."""
     one = session(CHATML, sequence_tokens=200)
     with pytest.raises(CallRefused):
-        one.plan(AskedCall(messages=read_messages([{"role": "user", "content": "x" * 400}])))
+        plan(one, chat([{"role": "user", "content": "x" * 400}]))
     assert one.is_out_of_budget
     call(one, [QUESTION], "It is 42.")
     assert not one.is_out_of_budget
@@ -416,10 +442,10 @@ def test_an_answer_after_a_refusal_is_whole() -> None:
 def test_a_session_that_is_over_takes_nothing() -> None:
     """Case 8."""
     one = session()
-    planned = one.plan(AskedCall(messages=read_messages([QUESTION])))
+    planned = plan(one, chat([QUESTION]))
     one.is_sealed = True
     for late in (
-        lambda: one.plan(planned.asked),
+        lambda: plan(one, planned.call),
         lambda: one.commit(planned, [said(one.chat, "42")]),
     ):
         with pytest.raises(CallRefused) as refused:
@@ -430,8 +456,8 @@ def test_a_session_that_is_over_takes_nothing() -> None:
 
 
 # -------------------------------------------------------------------------------------- completions
-def text_call(one: Session, text: str, answer: str, **asked: Any) -> Turn:
-    planned = one.plan(AskedCall(text=text, **asked))
+def text_call(one: Session, text: str, answer: str, **wanted: Any) -> Turn:
+    planned = plan(one, Call(text=text, **wanted))
     (turn,) = one.commit(planned, [said(one.chat, answer)])
     return turn
 
@@ -453,7 +479,7 @@ def test_a_stop_text_that_is_put_back_keeps_the_tokens_that_were_sampled() -> No
 def test_a_stop_text_at_the_end_of_what_was_sampled_is_the_policys() -> None:
     one = session()
     start = one.chat.text_of(one.prompt.token_ids)
-    planned = one.plan(AskedCall(text=start, stop=("]",)))
+    planned = plan(one, Call(text=start, stop=("]",)))
     (first,) = one.commit(planned, [said(one.chat, "[6*7]", ends=False)])
     assert first.hidden == "]"
     text_call(one, f"{start}[6*7]24 ", "42")
@@ -474,13 +500,13 @@ def test_a_stop_text_within_a_token_is_encoded_again_and_counted() -> None:
 
 def test_token_ids_go_on_from_token_ids() -> None:
     one = session()
-    first = one.plan(AskedCall(token_ids=one.prompt.token_ids))
+    first = plan(one, Call(token_ids=one.prompt.token_ids))
     (turn,) = one.commit(first, [said(one.chat, "ab")])
     ids = (*one.prompt.token_ids, *turn.sampled.tolist()[:-1], 5, 6)
-    second = one.plan(AskedCall(token_ids=ids))
-    assert (second.parent, second.kept) == (turn, 1)
+    second = plan(one, Call(token_ids=ids))
+    assert (second.prompt.parent, second.prompt.kept) == (turn, 1)
     with pytest.raises(CallRefused):
-        one.plan(AskedCall(token_ids=(10**6,)))
+        plan(one, Call(token_ids=(10**6,)))
 
 
 # --------------------------------------------------------------------------------------- confidence
@@ -526,8 +552,7 @@ def test_thinking_that_does_not_end_and_a_full_session_are_not_asked() -> None:
         [{"role": {}, "content": "x"}],
         [{"role": "user", "content": 3}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        [{"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}],
-        [{"role": "user", "content": "x", "name": "me"}],
+        [{"role": "user", "content": "x", "audio": {"id": "a"}}],
         [{"role": "user", "content": "x", "tool_calls": [{}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
@@ -535,13 +560,14 @@ def test_thinking_that_does_not_end_and_a_full_session_are_not_asked() -> None:
     ],
 )
 def test_messages_that_would_lose_something_are_refused(messages: Any) -> None:
-    with pytest.raises(MessageError):
-        read_messages(messages)
+    with pytest.raises(CallRefused) as refused:
+        chat(messages)
+    assert refused.value.field.startswith("messages")
 
 
 def test_parts_of_text_are_a_text_and_developers_are_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (message,) = read_messages([{"role": "developer", "content": parts}])
+    (message,) = chat([{"role": "developer", "content": parts}]).messages
     assert message == {"role": "system", "content": "ab"}
     assert is_same(message, {"role": "system", "content": "ab"})
 

@@ -9,11 +9,10 @@ from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall
+from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall, StopTexts
 from megatron_dcpo.rollout.engine import Engine, SlotSteps
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
@@ -175,39 +174,44 @@ def test_an_engine_that_cannot_is_refused_by_its_name() -> None:
         Another().serve(Arrivals(), SamplingConfig())
 
 
-def test_a_server_gets_each_call_as_a_request_with_its_tokens() -> None:
-    asked: list[tuple[Any, ...]] = []
+def test_a_server_gets_each_call_as_a_request_with_its_tokens_and_texts() -> None:
+    """What the server has sampled behind a stop text is cut off; a late request is withdrawn."""
+    asked: dict[int, dict[str, Any]] = {}
     release = threading.Event()
 
-    class Passing(ServerEngine):
-        def __init__(self) -> None:
-            self.server = SimpleNamespace(check_version=lambda version: None)  # type: ignore[assignment]
-            self.concurrency = 4
-            self.weights_version = 2
+    def complete(body: dict[str, Any], withdraw: threading.Event) -> dict[str, Any]:
+        token = body["prompt"][0]
+        asked[token] = body
+        if token == 6:
+            assert withdraw.wait(10)
+            release.set()
+        ids = [token] * body["max_tokens"]
+        logprobs = [-0.5 * place for place in range(len(ids))]
+        choice = {"token_ids": ids, "finish_reason": "length"}
+        return {"choices": [choice | {"logprobs": {"token_logprobs": logprobs}}]}
 
-        def _sample(
-            self, sample: Any, sampling: SamplingConfig, step: int, withdraw: threading.Event
-        ) -> Response:
-            prompt, index = sample
-            asked.append((prompt.token_ids, sampling.max_tokens, step))
-            if prompt.prompt_id == "late":
-                assert withdraw.wait(10)
-                release.set()
-            ids = np.array([prompt.token_ids[0]] * sampling.max_tokens, np.int64)
-            logprobs = np.zeros(len(ids), np.float32)
-            return Response(prompt.prompt_id, index, ids, logprobs, "length", 2)
-
+    server = ServerEngine.__new__(ServerEngine)
+    server.server = SimpleNamespace(
+        check_version=lambda version: None, complete=complete, model="m", url=""
+    )  # type: ignore[assignment]
+    server.concurrency = 4
+    server.weights_version = 2
+    server.eos_token_ids = (1,)
+    server.arch = SimpleNamespace(vocab_size=100)  # type: ignore[assignment]
     arrivals = Arrivals()
     arrivals.put(call("a", 5, 0, most=3), call("late", 6, 0, most=2))
-    arrivals.put(call("b", 7, 0, most=9, ends=lambda token: token == 7))
+    arrivals.put(call("b", 7, 0, most=9, ends=StopTexts(["aa", "c"], lambda token: b"a")))
     got: dict[str, Response] = {}
-    for together in Passing().serve(arrivals, SamplingConfig(), 3):
+    for together in server.serve(arrivals, SamplingConfig(), 3):
         got.update({one.prompt_id: one for one in together})
         if len(got) == 2:
             arrivals.cancel(("late", 1))
             arrivals.close()
     assert release.wait(10)
-    assert sorted(asked) == [((5, 0), 3, 3), ((6, 0), 2, 3), ((7, 0), 9, 3)]
+    assert {one: body["max_tokens"] for one, body in asked.items()} == {5: 3, 6: 2, 7: 9}
+    assert (asked[7]["stop"], asked[7]["skip_special_tokens"]) == (["aa", "c"], False)
+    assert "stop" not in asked[5]
     assert got["a"].token_ids.tolist() == [5, 5, 5]
-    assert (got["b"].token_ids.tolist(), got["b"].finish_reason) == ([7], "stop")
+    assert (got["b"].token_ids.tolist(), got["b"].finish_reason) == ([7, 7], "stop")
+    assert got["b"].logprobs.tolist() == [0.0, -0.5]
     assert "late" not in got

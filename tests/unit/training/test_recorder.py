@@ -14,7 +14,7 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import write_samples
-from megatron_dcpo.training.recorder import Recorder
+from megatron_dcpo.training.recorder import Recorder, Texts
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
@@ -39,7 +39,7 @@ def recorder(directory: Path, rank: int = 0, **options: Any) -> Recorder:
         directory=directory,
         config=config,
         policy=policy,
-        decode=lambda ids: " ".join(map(str, ids)),
+        texts=Texts(lambda ids: " ".join(map(str, ids)), eos_ids=(2,)),
         topology=topology,
         timers=unwatched(),
         saver=saver,
