@@ -20,6 +20,7 @@ from megatron_dcpo.data.chats import (
     is_empty,
     is_weight,
     read_chat,
+    weight_in,
 )
 from megatron_dcpo.data.question_options import options_of
 from megatron_dcpo.data.row_files import Row
@@ -81,7 +82,7 @@ class DemonstrationReader:
                 f"{where}: spans count the characters of a text; the response has more than that "
                 f"({', '.join(more)})"
             )
-        weight = 1.0 if row.weight is None else _weight(row.weight, where)
+        weight = 1.0 if row.weight is None else weight_in(row.weight, f"{where}: weight")
         return Conversation(
             messages=prompt,
             response=last["content"],

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from megatron_dcpo.data.answer_keys import final_answer, is_structured
-from megatron_dcpo.data.chats import is_empty, parsed_text
+from megatron_dcpo.data.chats import REASONING, is_empty, parsed_text
 from megatron_dcpo.data.labels import KIND_COLUMNS
 from megatron_dcpo.data.row_files import Row
 from megatron_dcpo.data.row_presets import PRESETS
@@ -40,7 +40,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "options": ("options", "choices"),
         "tests": ("tests",),
         "response": ("response", "completion", "output", "solution"),
-        "reasoning": ("reasoning", "reasoning_content"),
+        "reasoning": REASONING,
         "weight": ("weight",),
         "spans": ("spans",),
         "system": ("system",),
@@ -50,17 +50,18 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "data_source": ("data_source",),
     }
 )
-_OF_THE_PROMPT = "it may belong to the prompt; name it by data.columns, as {context: NAME}"
-_OF_THE_LOSS = "it may say what is learned; name it by data.columns, as {weight: NAME}"
 _BY_FUNCTION = "or read the rows by a function, data.row (examples/rows)"
-# Columns, and keys of a message, that change what is asked or learned: refused where they have
-# content that is not read and that the problem does not show.
+# Columns, and keys of a message, that change what is asked or learned, and the name by which each
+# could be read. They are refused where they have content that is not read, nor shown by the problem.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("instruction", "input", "context", "system"), _OF_THE_PROMPT),
-        **dict.fromkeys(("tools", "history", "prefix", "suffix"), _OF_THE_PROMPT),
-        **dict.fromkeys(("weight", "loss", "loss_mask", "mask", "label", "labels"), _OF_THE_LOSS),
-        **dict.fromkeys(("train", "trainable", "train_on_turn", "ignore"), _OF_THE_LOSS),
+        **dict.fromkeys(("instruction", "prefix", "suffix"), "problem"),
+        **dict.fromkeys(("input", "context"), "context"),
+        **dict.fromkeys(("tools", "functions"), "tools"),
+        "system": "system",
+        "history": "messages",
+        **dict.fromkeys(("weight", "loss", "loss_mask", "mask", "label", "labels"), "weight"),
+        **dict.fromkeys(("train", "trainable", "train_on_turn", "learn", "ignore"), "weight"),
     }
 )
 # columns that an empty name leaves out besides the known ones
@@ -170,7 +171,7 @@ class RowReader:
         row = SchemaRow(**values)
         if not self._kept:
             self._check_alternatives(visible, set(sources) - set(named), sources, number)
-        self._take(visible, sources, row, number)
+        self._take(visible, row, sources, named, number)
         by_name = {ours: values[ours] for ours in named if ours in values}
         return ReadRow(row, frozenset(values), {**raw, **by_name})
 
@@ -301,17 +302,25 @@ class RowReader:
                     )
 
     # ------------------------------------------------------------------------------- what was read
-    def _take(self, raw: Row, sources: Mapping[str, _Source], row: SchemaRow, number: int) -> None:
+    def _take(
+        self,
+        raw: Row,
+        row: SchemaRow,
+        sources: Mapping[str, _Source],
+        named: Iterable[str],
+        number: int,
+    ) -> None:
         """Count the columns of a row. Raises :class:`UserError` for one that is refused."""
         read = {self._options.order}
-        left_out: set[str] = set()  # by a preset
+        # known columns of what is named otherwise, or what a preset leaves out
+        left_out = _columns_of(named)
         by_preset: list[str] = []
         for ours, source in sources.items():
             read |= source.columns
             if source.column:
                 self._became(ours, [source.column])
             elif getattr(row, ours) is None:
-                left_out.update(KNOWN[ours])
+                left_out |= _columns_of([ours])
             else:
                 by_preset.append(ours)
         if by_preset:
@@ -323,7 +332,7 @@ class RowReader:
             name = str(column)
             if name not in read and isinstance(value, str) and _shows(problem, value.strip()):
                 read.add(name)
-            if name not in read | left_out and not is_empty(value):
+            if not (name in read or name.lower() in left_out or is_empty(value)):
                 self._refuse(name, value, f"column {name!r:.60}", number)
         self._count_unread(raw, read)
 
@@ -343,12 +352,19 @@ class RowReader:
             self._unread[column] += 1
 
     def _refuse(self, name: str, value: object, what: str, number: int) -> None:
-        remedy = None if self._kept else REFUSED.get(name.lower())
+        if self._function is not None:
+            return
         if _MEDIA.fullmatch(name.lower()) and value is not False:
-            remedy = "only text is read; remove the rows that have it"
-        if remedy is not None and self._function is None:
             raise UserError(
-                f"{self.source}: row {number}: the {what} is not read; {remedy}, {_BY_FUNCTION}"
+                f"{self.source}: row {number}: the {what} is not read, because only text is; "
+                f"remove the rows that have it, {_BY_FUNCTION}"
+            )
+        ours = REFUSED.get(name.lower())
+        if ours is not None and not self._kept:
+            raise UserError(
+                f"{self.source}: row {number}: the {what} is not read, and it may change what is "
+                f"asked or learned; name it, data.columns={{{ours}: {name}}}, remove it, "
+                f"{_BY_FUNCTION}"
             )
 
 
@@ -436,13 +452,18 @@ def _present(row: Row, known: Iterable[str]) -> dict[str, object]:
 
 def _without_left_out(row: Row, named: Mapping[str, str]) -> Row:
     """Return the row without the columns of those of our names that are named as empty."""
-    left_out: set[str] = set()
-    for ours, theirs in named.items():
-        if not theirs:
-            left_out.update((ours, *KNOWN.get(ours, ()), *_LEFT_OUT_WITH.get(ours, ())))
+    left_out = _columns_of(ours for ours, theirs in named.items() if not theirs)
     if not left_out:
         return row
     return {column: value for column, value in row.items() if str(column).lower() not in left_out}
+
+
+def _columns_of(names: Iterable[str]) -> set[str]:
+    """Return the columns that are known by some of our names."""
+    columns: set[str] = set()
+    for ours in names:
+        columns.update((ours, *KNOWN.get(ours, ()), *_LEFT_OUT_WITH.get(ours, ())))
+    return columns
 
 
 def _not_chosen(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_dcpo.data.columns_of_tests import Untested
 
 from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.data.columns_of_tests import Untested
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from megatron_dcpo.sandbox.program_judge import CodeVerdict, judge_programs

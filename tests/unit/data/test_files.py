@@ -18,6 +18,7 @@ from megatron_dcpo.config.supervised_sections import validate_supervised
 from megatron_dcpo.data.datasets import load_records, task_name
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.row_files import is_here, read_rows
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
@@ -179,7 +180,9 @@ def test_columns_of_a_training(tmp_path: Path) -> None:
 
 def test_a_named_answer_stands_for_that_of_verl(tmp_path: Path) -> None:
     verl = {"prompt": "1+2=", "reward_model": {"ground_truth": "9"}, "gold": "3"}
-    (record,) = load_records(write(tmp_path / "v.jsonl", verl), columns={"answer": "gold"})
+    (record,) = load_records(
+        write(tmp_path / "v.jsonl", verl), reading=RowOptions({"answer": "gold"})
+    )
     assert record.answer == "3"
 
 
@@ -205,7 +208,7 @@ def test_columns_of_sources(tmp_path: Path) -> None:
         ("{problem: qustion}", r"row 1.*'qustion'.*prompt, solution"),
         ("{answer: extra.shallow}", r"row 1.*'extra\.shallow'"),
         ("{probem: prompt}", r"data\.columns.*problem"),
-        ("{problem: ''}", r"data\.columns"),
+        ("{problem: ''}", r"row 1.*problem"),
     ],
 )
 def test_a_column_that_is_not_there_is_refused(columns: str, named: str, tmp_path: Path) -> None:
@@ -220,8 +223,8 @@ def test_columns_in_an_evaluation(tmp_path: Path) -> None:
     """A file that has them is read by them; one in our columns is read as it is."""
     trl = write(tmp_path / "trl.jsonl", TRL)
     ours = write(tmp_path / "ours.jsonl", row(7))
-    columns = {"problem": "prompt", "answer": "solution"}
-    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), columns=columns)
+    reading = RowOptions({"problem": "prompt", "answer": "solution"})
+    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), reading=reading)
     answers = [one.benchmark.records[0].answer for one in loaded]
     assert answers == ["3", "7"]
     training = tmp_path / "config.yaml"
