@@ -52,7 +52,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 _BY_FUNCTION = "or read the rows by a function, data.row (examples/rows)"
 # Columns, and keys of a message, that change what is asked or learned, and the name by which each
-# could be read. They are refused where they have content that is not read, nor shown by the problem.
+# could be read: refused where they have content that is not read, nor shown by the problem.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("instruction", "prefix", "suffix"), "problem"),
