@@ -331,10 +331,15 @@ def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def build_policy(
-    model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    topology: Topology,
+    training: bool = True,
+    reader: HFReader | None = None,
 ) -> Policy:
-    """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP
-    when ``training`` and frozen otherwise. Collective over all ranks.
+    """Build this rank's chunks and load their slices of ``model.path``, or of what another
+    ``reader`` reads, wrapped in Megatron's DDP when ``training`` and frozen otherwise. Collective
+    over all ranks.
 
     Raises :class:`UserError` if the checkpoint is missing or broken, or if the layout does not
     divide the model.
@@ -350,7 +355,8 @@ def build_policy(
         logger.info("layers: %s", kind)
     layout = Layout.of(parallel, transformer_engine)
     check_layout(arch, layout)
-    reader = HFReader(model.path, arch)
+    if reader is None:
+        reader = HFReader(model.path, arch)
     reader.check(arch)
     config = transformer_config(
         arch=arch,

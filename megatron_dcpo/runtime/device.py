@@ -93,9 +93,19 @@ _GPU = Capabilities(
 )
 
 
+# the device of a rehearsal (runtime/rehearsal.py), which does not exist
+_rehearsed: torch.device | None = None
+
+
+def rehearse_on(device: torch.device | None) -> None:
+    """Let ``device`` stand for a GPU in this process; None ends that."""
+    global _rehearsed
+    _rehearsed = device
+
+
 def capabilities() -> Capabilities:
     """Return the capabilities of the device that this process computes on."""
-    return _GPU if has_cuda() else _CPU
+    return _GPU if has_cuda() or _rehearsed is not None else _CPU
 
 
 def fp32_head(head_dtype: str) -> bool:
@@ -109,7 +119,7 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.T
     """Write ``a @ b`` of two bf16 matrices to ``out`` in fp32, without rounding to bf16 in between.
     On the CPU this uses fp32 copies and serves for comparisons.
     """
-    if a.is_cuda:
+    if capabilities().fp32_products:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)
 
@@ -123,6 +133,8 @@ def add_fp32_product(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> No
 
 def current_device() -> torch.device:
     """Return the device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
+    if _rehearsed is not None:
+        return _rehearsed
     if has_cuda():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -185,8 +197,8 @@ def to_device(
     """Return ``values`` of the host as a tensor on the device. Neither side waits for the other."""
     tensor = torch.tensor(values, dtype=dtype)
     if has_cuda():
-        return tensor.pin_memory().to(current_device(), non_blocking=True)
-    return tensor
+        tensor = tensor.pin_memory()
+    return tensor.to(current_device(), non_blocking=True)
 
 
 def total_memory() -> int:

@@ -34,7 +34,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from megatron_dcpo.runtime.device import has_cuda
+from megatron_dcpo.runtime.device import current_device, has_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class _InertStream:
 
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
+    cuda.current_device = current_device
     # Each name gets a separate function object, because torch's compiler refuses an object that it
     # finds under two of its names.
     for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "set_device")):
@@ -139,8 +139,8 @@ def _patch_torch_cuda() -> None:
     for owner in (cuda, cuda.random):
         owner.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         owner.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    for kind in (torch.Tensor, torch.nn.Module):
+        kind.cuda = lambda self, *args, **kwargs: self.to(current_device())  # type: ignore[method-assign, assignment]
 
 
 def _replace(path: str, name: str, how: Callable[[Any], object]) -> None:
@@ -262,25 +262,25 @@ def _eager(function: Callable[..., Any] | None = None, **_: object) -> Callable[
 
 class _TorchOnCpu(types.ModuleType):
     """The ``torch`` of Megatron modules with literal ``device="cuda"``: the same module, except
-    that "cuda" means the CPU.
+    that "cuda" means the device of this process.
     """
 
     def __init__(self) -> None:
         super().__init__("torch")
         for name in _FACTORIES:
-            setattr(self, name, _on_cpu(getattr(torch, name)))
+            setattr(self, name, _on_this_device(name))
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
+def _on_this_device(name: str) -> Callable[..., torch.Tensor]:
     def call(*args: object, **kwargs: object) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
+            kwargs["device"] = current_device()
         kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
+        tensor: torch.Tensor = getattr(torch, name)(*args, **kwargs)
+        return tensor
 
     return call
 
@@ -291,9 +291,8 @@ def _cuda_type_names() -> Iterator[None]:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401 - as torch's
         answer = original(self, *args, **kwargs)
-        # Parameter.type comes here twice, hence the second condition.
-        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
-            return answer.replace("torch.", "torch.cuda.", 1)
+        if isinstance(answer, str):
+            return "torch.cuda." + answer.rpartition(".")[2]
         return answer
 
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]

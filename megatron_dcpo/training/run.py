@@ -157,7 +157,14 @@ def build(config: Config) -> Iterator[Run]:
     agents = agent_rollout(config, inputs, engine) if config.rollout.runs_agents else None
     stream = agents.stream if agents is not None else None
     rollouts = build_rollouts(config, inputs, engine, stream, watch, timers)
-    updater = build_updater(config, inputs, policy, optimizer, reference)
+    updater = build_updater(
+        config=config,
+        method=inputs.method,
+        callback=inputs.callback,
+        policy=policy,
+        optimizer=optimizer,
+        reference=reference,
+    )
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
         saver=saver,
@@ -333,7 +340,8 @@ def _on_device(policy: Policy, parameters: Movable) -> Iterator[Policy]:
 
 def build_updater(
     config: Config,
-    inputs: Inputs,
+    method: Method,
+    callback: Callback | None,
     policy: Policy,
     optimizer: Optimizer,
     reference: Reference | None,
@@ -348,9 +356,9 @@ def build_updater(
     )
     return Updater(
         trainer=trainer,
-        method=inputs.method,
+        method=method,
         reference=reference,
-        callback=inputs.callback,
+        callback=callback,
         config=config,
     )
 

@@ -1,0 +1,143 @@
+"""What a rehearsal invents in place of what a job reads: the tensors of a checkpoint, the responses
+of a rollout, and an engine that takes weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcpo.architectures.architecture import Architecture
+from megatron_dcpo.config import Config
+from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample
+from megatron_dcpo.weights.planner import WeightSlice
+from megatron_dcpo.weights.table import hf_shapes
+
+CONFIDENCE_TOKENS = 8
+
+
+class InventedCheckpoint:
+    """The tensors of a model in Hugging Face's form, on the host, without values."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype) -> None:
+        self._shapes = hf_shapes(arch)
+        self._dtype = dtype
+
+    def check(self, arch: Architecture) -> tuple[str, ...]:
+        """Return no warnings: every tensor has its shape."""
+        return ()
+
+    def slice(self, name: str) -> Tensor:
+        """Return the tensor, of which parts are taken."""
+        return self.tensor(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the whole tensor."""
+        return torch.empty(self._shapes[name], dtype=self._dtype)
+
+
+class InventedEngine:
+    """An engine that takes the weights which its rank keeps. Raises RuntimeError if a slice does
+    not fit into the tensor that the engine has of that name, or if a part of one never came.
+    """
+
+    eos_token_ids = (0,)
+    slot_steps = None
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tensor_model_parallel_size: int) -> None:
+        self.weights_version = 0
+        self.tensor_model_parallel_size = tensor_model_parallel_size
+        self.shapes = dict(shapes)
+        self.received = dict.fromkeys(self.shapes, 0)
+
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
+        """Take all slices of a new version."""
+        self.received = dict.fromkeys(self.shapes, 0)
+        for bucket in buckets:
+            for part in bucket:
+                self._take(part)
+        for name, numbers in self.received.items():
+            if numbers * self.tensor_model_parallel_size < math.prod(self.shapes[name]):
+                raise RuntimeError(f"the engine got {numbers} numbers of {name} {self.shapes[name]}")
+        self.weights_version = version
+
+    def _take(self, part: WeightSlice) -> None:
+        shape = list(self.shapes[part.name])
+        got = tuple(part.values.shape)
+        stop = part.start + got[part.dim]
+        if stop > shape[part.dim]:
+            raise RuntimeError(f"{part.name} {tuple(shape)} has no {part.start} to {stop}")
+        shape[part.dim] = got[part.dim]
+        if got != tuple(shape):
+            raise RuntimeError(f"{part.name} {self.shapes[part.name]} cannot take {got}")
+        self.received[part.name] += part.values.numel()
+
+
+def engine_of(arch: Architecture, config: Config) -> InventedEngine:
+    """Return the engine that the configuration describes."""
+    return InventedEngine(hf_shapes(arch), config.rollout.tensor_model_parallel_size)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The responses of a rehearsed step: ``groups`` of ``group_size`` for each of its ``updates``,
+    which are ``micro_batches`` on a rank.
+    """
+
+    micro_batches: int
+    groups: int
+    group_size: int
+    updates: int
+
+
+def invented_samples(config: Config, batch: Batch) -> list[TrainingSample]:
+    """Return the judged responses of a batch, all of the longest prompt and response that the
+    options allow. Every second response is right, and states a higher confidence.
+    """
+    prompt_tokens = np.ones(config.data.max_prompt_length, np.int64)
+    tokens = np.ones(config.rollout.max_response_length, np.int64)
+    logprobs = np.ones(len(tokens), np.float32)
+    samples = []
+    for group in range(batch.groups * batch.updates):
+        prompt = Prompt(
+            prompt_id=f"p{group}",
+            messages=(),
+            token_ids=tuple(prompt_tokens.tolist()),
+            ground_truth="",
+            task="rehearsal",
+        )
+        for index in range(batch.group_size):
+            right = index % 2
+            samples.append(
+                TrainingSample(
+                    prompt=prompt,
+                    response=Response(
+                        prompt_id=prompt.prompt_id,
+                        sample_index=index,
+                        token_ids=tokens,
+                        logprobs=logprobs,
+                        finish_reason="stop",
+                        weights_version=0,
+                    ),
+                    judgement=Judgement(
+                        prompt_id=prompt.prompt_id,
+                        correct=float(right),
+                        confidence=0.5 + 0.25 * right,
+                        status="ok",
+                        boundary=len(tokens) - CONFIDENCE_TOKENS,
+                        length=len(tokens),
+                    ),
+                )
+            )
+    return samples
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """Return the type of the parameters."""
+    return torch_dtype(config.model.params_dtype)

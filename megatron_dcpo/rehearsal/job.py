@@ -1,0 +1,218 @@
+"""The phases of a job on one rank, carried out by the run's own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Sequence
+from unittest.mock import patch
+
+from megatron.core import parallel_state
+
+from megatron_dcpo.architectures.architecture import Architecture
+from megatron_dcpo.config import Config
+from megatron_dcpo.objectives import build_method
+from megatron_dcpo.policy.batching import collate, round_up
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import Offload
+from megatron_dcpo.rehearsal.inputs import (
+    Batch,
+    InventedCheckpoint,
+    engine_of,
+    invented_samples,
+    parameter_dtype,
+)
+from megatron_dcpo.rehearsal.ledger import Ledger, Phase
+from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.rehearsed_world import (
+    GPU,
+    Rank,
+    rehearsed_world,
+    shapes_between_stages,
+)
+from megatron_dcpo.training.checkpointer import MegatronModel
+from megatron_dcpo.training.run import (
+    build_optimizer,
+    build_reference,
+    build_saver,
+    build_updater,
+    tensors_to_hand_over,
+)
+from megatron_dcpo.training.trainer import Trainer
+from megatron_dcpo.training.weight_sync import WeightSync
+from megatron_dcpo.types import TrainingSample
+from megatron_dcpo.weights.reshard import gather_full, plan_for
+from megatron_dcpo.weights.table import hf_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What one rank of the job did. ``micro_batches`` were rehearsed in an update, each of
+    ``tokens`` tokens of this rank.
+    """
+
+    rank: int
+    stage: int
+    micro_batches: int
+    tokens: int
+    phases: tuple[Phase, ...]
+
+
+def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
+    """Go through a step of ``config`` as ``rank``. Raises what the code raises: the first operation
+    whose shapes, types or devices do not fit.
+    """
+    ledger = Ledger(GPU if rank.on_gpu else "cpu")
+    with rehearsed_world(rank, ledger.told):
+        topology = distributed.initialize(config.parallel.sizes, seed=config.seed)
+        ledger.groups = _names_of_groups()
+        with ledger:
+            micro_batches, tokens = _step(config, arch, topology, ledger)
+        stage = topology.pp_rank
+    return Rehearsal(
+        rank=rank.rank,
+        stage=stage,
+        micro_batches=micro_batches,
+        tokens=tokens,
+        phases=tuple(ledger.phases),
+    )
+
+
+def _step(
+    config: Config, arch: Architecture, topology: Topology, ledger: Ledger
+) -> tuple[int, int]:
+    method = build_method(config.objective)
+    with ledger.phase("model"):
+        policy = build_policy(
+            config.model,
+            config.parallel,
+            topology,
+            training=not config.frozen,
+            reader=InventedCheckpoint(arch, parameter_dtype(config)),
+        )
+    with ledger.phase("optimizer"):
+        optimizer = build_optimizer(config, policy)
+        reference = None
+        if any(method.options.blocks("kl_coef")):
+            reference = build_reference(config, optimizer)
+    offload = Offload(
+        policy, optimizer.megatron, wanted=config.training.offload_optimizer_during_rollout
+    )
+    engine = engine_of(arch, config)
+    weight_sync = WeightSync(
+        policy=policy,
+        optimizer=optimizer,
+        engine=engine,
+        plan=plan_for(
+            policy=optimizer.exported,
+            engine_tensor_model_parallel_size=engine.tensor_model_parallel_size,
+            bucket_bytes=config.rollout.bucket_bytes,
+            names=tensors_to_hand_over(config, topology),
+        ),
+        topology=topology,
+    )
+    updater = build_updater(
+        config=config,
+        method=method,
+        callback=None,
+        policy=policy,
+        optimizer=optimizer,
+        reference=reference,
+    )
+    batch = batch_to_rehearse(config, topology)
+    samples = invented_samples(config, batch)
+    scores = None if method.needs_old_logprobs else method.group_scores(samples)
+    shape = _shape_between_stages(updater.trainer, samples[: len(samples) // batch.updates])
+    for name in ("first update", "update"):
+        offload.reload()
+        with ledger.phase(name), shapes_between_stages(shape):
+            updater.update(samples, scores, 1)
+        offload.offload()
+    with ledger.phase("weights to the engine"):
+        weight_sync.push(1)
+    with ledger.phase("checkpoint"), tempfile.TemporaryDirectory() as scratch:
+        saved = dataclasses.replace(config, run_dir=scratch)
+        saver = build_saver(saved, topology)
+        with offload.on_device(), patch.object(saver, "_run", lambda *_: None):
+            saver.begin(1, MegatronModel(policy, optimizer).state(1, _nothing()))
+    with ledger.phase("export"):
+        gather_full(optimizer.exported, hf_shapes(arch))
+    return batch.micro_batches, math.prod(shape[:2])
+
+
+def _nothing() -> dict[str, object]:
+    """Return the parts of a checkpoint that are no tensors."""
+    return {"seed": 0, "data": {}, "engine": {"weights_version": 1}, "parts": {}}
+
+
+def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
+    """Return the least batch in which every stage of the pipeline has as many micro-batches in
+    flight as it ever has, and one more; or that of the job if it is less.
+    """
+    parallel = config.parallel
+    training = config.training
+    length = config.data.max_prompt_length + config.rollout.max_response_length
+    responses = config.most_groups * config.rollout.group_size
+    of_rank = max(1, responses // training.updates_per_rollout // topology.dp_size)
+    in_one = training.micro_batch_size
+    if parallel.sequence_packing:
+        in_one = max(1, training.max_tokens_per_micro_batch // length)
+    in_one = min(in_one, of_rank)
+    rounds = 1
+    count = topology.pp_size + 1
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        rounds = topology.pp_size
+        count = 2 * topology.pp_size
+    count = round_up(min(count, math.ceil(of_rank / in_one)), rounds)
+    responses = topology.dp_size * count * in_one
+    group_size = max(
+        size for size in range(1, config.rollout.group_size + 1) if responses % size == 0
+    )
+    return Batch(
+        micro_batches=count,
+        groups=responses // group_size,
+        group_size=group_size,
+        updates=training.updates_per_rollout,
+    )
+
+
+def _shape_between_stages(
+    trainer: Trainer, samples: Sequence[TrainingSample]
+) -> tuple[int, int, int]:
+    """Return the shape of the hidden states between pipeline stages, [s, b, h]; all micro-batches
+    have the same.
+    """
+    policy = trainer.policy
+    parallel = trainer.parallel
+    topology = policy.topology
+    indices, micro_batches = trainer.deal(samples)
+    first = next(
+        collate(
+            [samples[index] for index in indices],
+            micro_batches[:1],
+            packing=parallel.sequence_packing,
+            multiple_of=topology.tp_size if parallel.sequence_parallel else 1,
+            context_parallel=(topology.cp_rank, topology.cp_size),
+        )
+    )
+    rows, width = first.tokens.shape
+    if parallel.sequence_parallel:
+        width //= topology.tp_size
+    return width, rows, policy.arch.hidden_size
+
+
+def _names_of_groups() -> dict[str, str]:
+    """Return the names of the process groups, by torch's own."""
+    groups = {
+        "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        "context parallel": parallel_state.get_context_parallel_group(),
+        "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "experts": parallel_state.get_expert_model_parallel_group(),
+        "replicas of experts": parallel_state.get_expert_data_parallel_group(),
+        "embeddings": parallel_state.get_embedding_group(check_initialized=False),
+        "model": parallel_state.get_model_parallel_group(),
+    }
+    return {group.group_name: name for name, group in groups.items() if group is not None}
