@@ -451,11 +451,11 @@ def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | Non
     tests = tests_in(row.answer) if is_empty(row.tests) else row.tests
     if tests is not None:
         return _Key(tests=tests, form="code")
+    if "answer" not in read.has and not keeps:
+        raise _without(read, where, "answer")
     choice = _choice_of(row, where, strict=not keeps)
     if choice is not None:
         return choice
-    if "answer" not in read.has and not keeps:
-        raise _without(read, where, "answer")
     if row.form not in (None, "math", "short"):
         raise UserError(f"{where}: form is math or short, not {row.form!r:.40}")
     value = parsed(row.answer)

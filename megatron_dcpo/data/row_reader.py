@@ -180,7 +180,7 @@ class RowReader:
         for one that changes what is asked or learned.
         """
         if not is_empty(value):
-            self._refuse(key, value, f"key {key!r:.60} of a message", number)
+            self._refuse(key, value, number, is_column=False)
             self._count(f"{key} of a message")
 
     def report(self) -> None:
@@ -333,7 +333,7 @@ class RowReader:
             if name not in read and isinstance(value, str) and _shows(problem, value.strip()):
                 read.add(name)
             if not (name in read or name.lower() in left_out or is_empty(value)):
-                self._refuse(name, value, f"column {name!r:.60}", number)
+                self._refuse(name, value, number)
         self._count_unread(raw, read)
 
     def _became(self, what: str, columns: Iterable[str]) -> None:
@@ -351,7 +351,8 @@ class RowReader:
             self._counted.add(column)
             self._unread[column] += 1
 
-    def _refuse(self, name: str, value: object, what: str, number: int) -> None:
+    def _refuse(self, name: str, value: object, number: int, is_column: bool = True) -> None:
+        what = f"column {name!r:.60}" if is_column else f"key {name!r:.60} of a message"
         if self._function is not None:
             return
         if _MEDIA.fullmatch(name.lower()) and value is not False:
@@ -361,10 +362,12 @@ class RowReader:
             )
         ours = REFUSED.get(name.lower())
         if ours is not None and not self._kept:
+            remedy = ""
+            if is_column and ours in self._purpose.names:
+                remedy = f"name it, data.columns={{{ours}: {name}}}, "
             raise UserError(
                 f"{self.source}: row {number}: the {what} is not read, and it may change what is "
-                f"asked or learned; name it, data.columns={{{ours}: {name}}}, remove it, "
-                f"{_BY_FUNCTION}"
+                f"asked or learned; {remedy}remove it, {_BY_FUNCTION}"
             )
 
 
