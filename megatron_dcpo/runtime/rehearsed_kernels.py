@@ -54,14 +54,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor, Te
 
 
 @register_flop_formula(torch.ops.rehearsed.attention)
-def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, pairs: float, **_: object) -> int:
+def _forward_flops(
+    q: torch.Size, k: torch.Size, v: torch.Size, pairs: float, **_: object
+) -> int:
     """Two products, of queries with keys and of their scores with values."""
     heads = math.prod(q[:-2])
     return int(2 * heads * q[-2] * k[-2] * pairs * (q[-1] + v[-1]))
 
 
 @register_flop_formula(torch.ops.rehearsed.attention_backward)
-def _backward_flops(q: torch.Size, k: torch.Size, v: torch.Size, pairs: float, **_: object) -> int:
+def _backward_flops(
+    q: torch.Size, k: torch.Size, v: torch.Size, pairs: float, **_: object
+) -> int:
     """Five products, as the scores are computed again."""
     heads = math.prod(q[:-2])
     return int(2 * heads * q[-2] * k[-2] * pairs * (3 * q[-1] + 2 * v[-1]))

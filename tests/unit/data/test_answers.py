@@ -182,7 +182,7 @@ def test_options_that_are_not_understood_are_refused(row: Any, tmp_path: Path) -
     path = lines(tmp_path / "a.jsonl", {"question": "1?", "answer": "1"}, row)
     with pytest.raises(UserError) as caught:
         load_records(path)
-    assert str(caught.value).startswith(f"{path}: row 2: ")
+    assert str(caught.value).startswith(f"{path}: row 2")
     assert "\n" not in str(caught.value)
     # a user's verifier may know what they are
     assert len(load_records(path, keep_columns=True)) == 2 or "answer" not in row
