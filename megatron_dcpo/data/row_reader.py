@@ -227,7 +227,8 @@ class RowReader:
                     f"{where}: {name!r:.60} is no name of ours{did_you_mean(str(name), SCHEMA)}; "
                     f"they are {', '.join(SCHEMA)}"
                 )
-        self._became(", ".join(values), watched.looked_at)
+        columns = [str(column) for column in raw if str(column) in watched.looked_at]
+        self._became(", ".join(values), columns)
         self._count_unread(raw, watched.looked_at)
         for name in values:
             if name not in self._purpose.names and not is_empty(values[name]):
