@@ -58,12 +58,17 @@ def answer_of(raw: object, where: str) -> Answer:
     value = parsed(raw)
     if isinstance(value, Mapping):
         texts = accepted_texts(value)
-        if not any(_plain(name) in _ACCEPTED for name in value):
+        if not has_aliases(value):
             raise _not_understood(value, where)
         return Answer(tuple(texts), value)
     items = value if isinstance(value, list | tuple) else [value]
     texts = list(dict.fromkeys(text for text in (_text(one, where) for one in items) if text))
     return Answer(tuple(texts), texts if len(texts) > 1 else None)
+
+
+def has_aliases(answer: object) -> bool:
+    """Return whether an answer is an object of TriviaQA."""
+    return isinstance(answer, Mapping) and any(_plain(name) in _ACCEPTED for name in answer)
 
 
 def accepted_texts(answer: object) -> list[str]:

@@ -31,6 +31,7 @@ from megatron_dcpo.data import prompts
 from megatron_dcpo.data.answer_keys import (
     answer_of,
     final_answer,
+    has_aliases,
     is_no_answer,
     parsed,
     tests_in,
@@ -459,7 +460,8 @@ def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | Non
     if row.form not in (None, "math", "short"):
         raise UserError(f"{where}: form is math or short, not {row.form!r:.40}")
     value = parsed(row.answer)
-    if row.form == "short" or (isinstance(value, Mapping) and not keeps):
+    is_object = has_aliases(row.answer) if keeps else isinstance(value, Mapping)
+    if row.form == "short" or is_object:
         found = answer_of(value, where)
         if not found.texts:
             raise UserError(f"{where}: the answer has no text and no alias that is one")

@@ -155,7 +155,7 @@ def test_a_users_verifier_gets_all_columns(tmp_path: Path) -> None:
     (record,) = load_records(lines(tmp_path / "m.jsonl", MMLU), keep_columns=True)
     assert record.row == {**MMLU, "data_source": "m", "problem": record.problem, "answer": "E"}
     (record,) = load_records(lines(tmp_path / "t.jsonl", TRIVIA), keep_columns=True)
-    assert record.row["answer"] == TRIVIA["answer"]
+    assert (record.row["answer"], record.form) == (TRIVIA["answer"], "short")
 
 
 def test_the_form_of_the_answer_is_asked_for(tmp_path: Path) -> None:
