@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -86,14 +86,34 @@ def engine_of(arch: Architecture, config: Config) -> InventedEngine:
 
 @dataclass(frozen=True)
 class Batch:
-    """The responses of a rehearsed step: ``groups`` of ``group_size`` for each of its ``updates``,
-    which are ``micro_batches`` on a rank.
+    """The responses of a rehearsed step.
+
+    responses: those of one micro-batch on all data-parallel ranks.
+    micro_batches: of each update, a multiple of ``rounds``.
+    most_of_group: the most responses of one group.
     """
 
+    responses: int
     micro_batches: int
-    groups: int
-    group_size: int
+    rounds: int
+    most_of_group: int
     updates: int
+
+    def least(self) -> Batch:
+        """Return the smallest batch of this kind."""
+        return replace(self, micro_batches=self.rounds, updates=1)
+
+    @property
+    def group_size(self) -> int:
+        """Return the responses of a group, so that all groups of an update are equal."""
+        of_update = self.responses * self.micro_batches
+        sizes = range(1, self.most_of_group + 1)
+        return max(size for size in sizes if of_update % size == 0)
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups, of all updates."""
+        return self.updates * self.responses * self.micro_batches // self.group_size
 
 
 def invented_samples(config: Config, batch: Batch) -> list[TrainingSample]:
@@ -104,7 +124,7 @@ def invented_samples(config: Config, batch: Batch) -> list[TrainingSample]:
     tokens = np.ones(config.rollout.max_response_length, np.int64)
     logprobs = np.ones(len(tokens), np.float32)
     samples = []
-    for group in range(batch.groups * batch.updates):
+    for group in range(batch.groups):
         prompt = Prompt(
             prompt_id=f"p{group}",
             messages=(),

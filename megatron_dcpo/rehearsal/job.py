@@ -6,13 +6,16 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import patch
 
+import numpy as np
 from megatron.core import parallel_state
 
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.objectives import build_method
+from megatron_dcpo.policy import schedule
 from megatron_dcpo.policy.batching import collate, round_up
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import Offload
@@ -49,13 +52,13 @@ from megatron_dcpo.weights.table import hf_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """What one rank of the job did. ``micro_batches`` were rehearsed in an update, each of
-    ``tokens`` tokens of this rank.
+    """What one rank of the job did with a ``batch`` whose micro-batches have ``tokens`` tokens on
+    this rank.
     """
 
     rank: int
     stage: int
-    micro_batches: int
+    batch: Batch
     tokens: int
     phases: tuple[Phase, ...]
 
@@ -69,12 +72,12 @@ def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
         topology = distributed.initialize(config.parallel.sizes, seed=config.seed)
         ledger.groups = _names_of_groups()
         with ledger:
-            micro_batches, tokens = _step(config, arch, topology, ledger)
+            batch, tokens = _step(config, arch, topology, ledger)
         stage = topology.pp_rank
     return Rehearsal(
         rank=rank.rank,
         stage=stage,
-        micro_batches=micro_batches,
+        batch=batch,
         tokens=tokens,
         phases=tuple(ledger.phases),
     )
@@ -82,21 +85,22 @@ def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
 
 def _step(
     config: Config, arch: Architecture, topology: Topology, ledger: Ledger
-) -> tuple[int, int]:
+) -> tuple[Batch, int]:
     method = build_method(config.objective)
+    checkpoint = InventedCheckpoint(arch, parameter_dtype(config))
     with ledger.phase("model"):
         policy = build_policy(
             config.model,
             config.parallel,
             topology,
             training=not config.frozen,
-            reader=InventedCheckpoint(arch, parameter_dtype(config)),
+            reader=checkpoint,
         )
     with ledger.phase("optimizer"):
         optimizer = build_optimizer(config, policy)
         reference = None
         if any(method.options.blocks("kl_coef")):
-            reference = build_reference(config, optimizer)
+            reference = build_reference(config, optimizer, checkpoint)
     offload = Offload(
         policy, optimizer.megatron, wanted=config.training.offload_optimizer_during_rollout
     )
@@ -122,12 +126,14 @@ def _step(
         reference=reference,
     )
     batch = batch_to_rehearse(config, topology)
-    samples = invented_samples(config, batch)
-    scores = None if method.needs_old_logprobs else method.group_scores(samples)
-    shape = _shape_between_stages(updater.trainer, samples[: len(samples) // batch.updates])
-    for name in ("first update", "update"):
+    for name, part in (("first update", batch.least()), ("update", batch)):
+        samples = invented_samples(config, part)
+        scores = None if method.needs_old_logprobs else method.group_scores(samples)
+        updater.updates_per_rollout = part.updates
+        shape = _shape_between_stages(updater.trainer, samples[: len(samples) // part.updates])
         offload.reload()
-        with ledger.phase(name), shapes_between_stages(shape):
+        last = _last_stage(config, part, topology)
+        with ledger.phase(name), shapes_between_stages(shape), last:
             updater.update(samples, scores, 1)
         offload.offload()
     with ledger.phase("weights to the engine"):
@@ -139,7 +145,7 @@ def _step(
             saver.begin(1, MegatronModel(policy, optimizer).state(1, _nothing()))
     with ledger.phase("export"):
         gather_full(optimizer.exported, hf_shapes(arch))
-    return batch.micro_batches, math.prod(shape[:2])
+    return batch, math.prod(shape[:2])
 
 
 def _nothing() -> dict[str, object]:
@@ -148,8 +154,8 @@ def _nothing() -> dict[str, object]:
 
 
 def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
-    """Return the least batch in which every stage of the pipeline has as many micro-batches in
-    flight as it ever has, and one more; or that of the job if it is less.
+    """Return the least batch that shows all of a step: two updates if the job has several, and in
+    each one micro-batch more than a stage of the pipeline ever has in flight, if the job has them.
     """
     parallel = config.parallel
     training = config.training
@@ -166,16 +172,25 @@ def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
         rounds = topology.pp_size
         count = 2 * topology.pp_size
     count = round_up(min(count, math.ceil(of_rank / in_one)), rounds)
-    responses = topology.dp_size * count * in_one
-    group_size = max(
-        size for size in range(1, config.rollout.group_size + 1) if responses % size == 0
-    )
     return Batch(
+        responses=topology.dp_size * in_one,
         micro_batches=count,
-        groups=responses // group_size,
-        group_size=group_size,
-        updates=training.updates_per_rollout,
+        rounds=rounds,
+        most_of_group=config.rollout.group_size,
+        updates=min(2, training.updates_per_rollout),
     )
+
+
+def _last_stage(
+    config: Config, batch: Batch, topology: Topology
+) -> AbstractContextManager[object]:
+    """Have the last pipeline stage say the log-probs of a batch to the others."""
+    if topology.is_last_stage:
+        return nullcontext()
+    of_response = np.ones(config.rollout.max_response_length, np.float32)
+    of_micro_batch = [of_response] * (batch.responses // topology.dp_size)
+    said = [of_micro_batch] * batch.micro_batches
+    return patch.object(schedule, "broadcast_from_last_stage", lambda *_: said)
 
 
 def _shape_between_stages(

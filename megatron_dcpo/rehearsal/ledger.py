@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 import megatron_dcpo
 import megatron_dcpo.runtime.rehearsed_kernels  # noqa: F401 - the operations of ``rehearsed``
+from megatron_dcpo.runtime.rehearsed_values import device_of
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -179,6 +180,8 @@ class Ledger(TorchDispatchMode):
     ) -> object:
         keywords = dict(keywords or {})
         result = function(*args, **keywords)
+        if function.namespace == "prim":
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._hold(tensor)
@@ -199,7 +202,7 @@ class Ledger(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------ memory
     def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self.device
+        return device_of(tensor).type == self.device
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -34,7 +34,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from megatron_dcpo.runtime.device import current_device, has_cuda
+from megatron_dcpo.runtime.device import capabilities, current_device, has_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.
         output_split_sizes: list[int] | None = None,
         *args: object,
     ) -> torch.Tensor:
-        if output_split_sizes is None or group.size() == 1:
+        if output_split_sizes is None or group.size() == 1 or capabilities().separate_memory:
             return gather(values, group, output_split_sizes, *args)
         padded = values.new_zeros(max(output_split_sizes), *values.shape[1:])
         padded[: len(values)] = values
@@ -244,7 +244,7 @@ def _reduce_scatter_unequal(
         input_split_sizes: list[int] | None = None,
         *args: object,
     ) -> torch.Tensor:
-        if input_split_sizes is None or group.size() == 1:
+        if input_split_sizes is None or group.size() == 1 or capabilities().separate_memory:
             return reduce_scatter(parts, group, input_split_sizes, *args)
         summed = parts.clone()
         torch.distributed.all_reduce(summed, group=group)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 c10d = torch.ops.c10d
 
 MOST_NUMBERS = 1 << 22  # of a tensor whose values are kept
@@ -57,6 +58,8 @@ class RehearsedValues(TorchDispatchMode):
         keywords: Mapping[str, Any] | None = None,
     ) -> object:
         keywords = dict(keywords or {})
+        if function is _DEVICE:
+            return device_of(args[0])
         if function is aten._local_scalar_dense.default:
             return _scalar(args[0])
         real = _real_result(function, args, keywords)
@@ -71,6 +74,12 @@ class RehearsedValues(TorchDispatchMode):
         else:
             _keep(result, real, function, args)
         return result
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of ``tensor`` without an operation, which torch makes of the question."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
@@ -141,23 +150,25 @@ def _real_result(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> object:
-    """Return what ``function`` gives for the real values of its arguments; None where one of them
-    has none. Of tensors that are made from nothing only whole numbers have values.
+    """Return what ``function`` gives for the values of its arguments; None where one of them has
+    none, or where the function makes a tensor without saying what is in it.
     """
     if function.namespace != "aten" or torch.Tag.nondeterministic_seeded in function.tags:
         return None
     tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)]
-    if not tensors and not _makes_whole_numbers(keywords):
+    if any(tensor.numel() > MOST_NUMBERS for tensor in tensors):
         return None
-    for tensor in tensors:
-        if tensor.numel() > MOST_NUMBERS or value_of(tensor) is None:
+    if function in _FILLED_LIKE:
+        args = (_placeholder(args[0]), *args[1:])
+    elif not tensors:
+        if not _is_filled(function, args, keywords):
             return None
+    elif any(value_of(tensor) is None for tensor in tensors):
+        return None
 
     def real(leaf: object) -> object:
         if isinstance(leaf, Tensor):
             return value_of(leaf)
-        if isinstance(leaf, torch.device):
-            return torch.device("cpu")
         return leaf
 
     real_args, real_keywords = tree_map(real, (args, keywords))
@@ -168,12 +179,33 @@ def _real_result(
         return function(*real_args, **real_keywords)
 
 
-_FRACTIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FILLED = (aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default)
+_FILLED_LIKE = (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+_FRACTIONS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _makes_whole_numbers(keywords: Mapping[str, Any]) -> bool:
-    dtype = keywords.get("dtype")
-    return dtype is not None and dtype not in _FRACTIONS
+def _is_filled(
+    function: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> bool:
+    """Return whether a function without tensors makes one of known numbers, and not too many."""
+    if function in _FILLED:
+        return math.prod(args[0] if isinstance(args[0], list | tuple) else ()) <= MOST_NUMBERS
+    return function.name().startswith("aten::arange") or keywords.get("dtype") not in _FRACTIONS
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    """Return a tensor of the host with shape and type of ``like``."""
+    with no_dispatch():
+        return torch.empty(tuple(like.shape), dtype=like.dtype)
 
 
 def _keep(

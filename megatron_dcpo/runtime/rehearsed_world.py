@@ -98,6 +98,7 @@ def shapes_between_stages(shape: tuple[int, int, int]) -> Iterator[None]:
 @functools.cache
 def _register_device() -> None:
     _setup_privateuseone_for_python_backend(GPU)
+    dist.Backend.backend_capability["fake"].append(GPU)
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:

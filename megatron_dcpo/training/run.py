@@ -65,6 +65,7 @@ from megatron_dcpo.training.validation import HeldOutProblems, Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Judgement
+from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.reshard import plan_for
 
 logger = logging.getLogger(__name__)
@@ -321,14 +322,18 @@ def tensors_to_hand_over(config: Config, topology: Topology) -> tuple[str, ...] 
     return None
 
 
-def build_reference(config: Config, optimizer: Optimizer) -> Reference:
+def build_reference(
+    config: Config, optimizer: Optimizer, reader: HFReader | None = None
+) -> Reference:
     """Return what opens the starting policy: a frozen policy without its adapter, or else a second
-    policy whose parameters wait on the host.
+    policy whose parameters wait on the host. ``reader``: as for :func:`build_policy`.
     """
     if optimizer.starting_policy is not None:
         return optimizer.starting_policy
     topology = optimizer.exported.topology
-    policy = build_policy(config.model, config.parallel, topology, training=False)
+    policy = build_policy(
+        config.model, config.parallel, topology, training=False, reader=reader
+    )
     return partial(_on_device, policy, on_host(policy))
 
 
