@@ -53,7 +53,8 @@ _DECIDED = {
 }
 
 
-# The supported releases of vLLM, from which vllm_weights.py, vllm_engine.py and routing.py import.
+# The supported releases of vLLM, from which vllm_weights.py, vllm_engine.py and routing.py import;
+# the first one is for the torch that this release is tested with.
 SUPPORTED = ("0.32", "0.33")
 
 
@@ -67,7 +68,7 @@ def check_release() -> None:
                 raise UserError(
                     f"rollout.engine=vllm: {package} {found} is installed, supported is "
                     f"{' or '.join(SUPPORTED)}; "
-                    f"pip install '{package}=={SUPPORTED[-1]}.*', or take "
+                    f"pip install '{package}=={SUPPORTED[0]}.*', or take "
                     "rollout.engine=transformers"
                 )
 

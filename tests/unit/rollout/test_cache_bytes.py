@@ -96,6 +96,6 @@ def test_another_release_of_vllm_is_refused(monkeypatch):
     with pytest.raises(
         UserError,
         match=r"vllm 0\.34\.1 is installed, supported is 0\.32 or 0\.33; pip install "
-        r"'vllm==0\.33\.\*'",
+        r"'vllm==0\.32\.\*'",
     ):
         check_release()
