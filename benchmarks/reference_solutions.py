@@ -19,7 +19,8 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).parents[1]))
 from measurement import DATA, QUICK, Measurement, absent
 
-from megatron_dcpo.data.code_problems import code_problem
+from megatron_dcpo.data.code_problems import unpack_tests
+from megatron_dcpo.data.datasets import Loading, usable_rows
 from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.program_judge import judge_programs
@@ -58,11 +59,12 @@ def judged(
     names, items = [], []
     for index, row in enumerate(read_rows(file)):
         solution = reference_solution(row)
-        problem = code_problem(row, f"{file}: row {index + 1}")
-        if index % every or solution is None or problem is None:
+        if index % every or solution is None:
             continue
-        names.append(f"{index + 1} ({row.get('task_id', 'no id')})")
-        items.append((solution, problem.tests))
+        for record in usable_rows([(index, row)], Loading("code", file)).records:
+            if record.tests is not None:
+                names.append(f"{index + 1} ({row.get('task_id', 'no id')})")
+                items.append((solution, unpack_tests(record.tests)))
     return list(
         zip(
             names,

@@ -31,8 +31,8 @@ from typing import Any
 
 from measurement import DATA, QUICK, Measurement, absent
 
-from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.data.columns_of_tests import OtherLanguage, Untested
+from megatron_dcpo.data.code_problems import unpack_tests
+from megatron_dcpo.data.datasets import Loading, usable_rows
 from megatron_dcpo.data.row_files import read_rows
 from megatron_dcpo.sandbox.guest import test_runner
 from megatron_dcpo.sandbox.guest.program import Answers, define
@@ -204,15 +204,11 @@ def _tasks(file: Path) -> tuple[list[tuple[str, dict[str, Any], dict[str, Any]]]
         if QUICK and len(tasks) == 5:
             break
         name = str(row.get("task_id") or f"row {index + 1}")
-        try:
-            problem = code_problem(row, f"{file}: row {index + 1}")
-        except OtherLanguage:
-            continue
-        except Untested:
-            untested.append(name)
-            continue
-        if problem is not None:
-            tasks.append((name, dict(row), checked_tests(problem.tests)))
+        usable = usable_rows([(index, row)], Loading("code", str(file)))
+        untested += [name] if usable.untested else []
+        for record in usable.records:
+            if record.tests is not None:
+                tasks.append((name, dict(row), checked_tests(unpack_tests(record.tests))))
     return tasks, untested
 
 

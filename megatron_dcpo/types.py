@@ -1,6 +1,6 @@
-"""The six records of the data flow, one frozen dataclass per arrow.
+"""The seven records of the data flow, one frozen dataclass per arrow.
 
-    Prompt -> Response -> Judgement -> TrainingSample -> MicroBatch -> TokenOutputs -> loss
+    SchemaRow -> Prompt -> Response -> Judgement -> TrainingSample -> MicroBatch -> TokenOutputs
 
 Correctness ``R``, confidence ``c`` and the block boundary are separate fields all the way. They are
 never folded into one reward tensor: that is how the public reference code came to train each block
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -54,6 +54,32 @@ class Limits:
 
 Count = Annotated[int, Limits(0, 1 << 40)]
 Probability = Annotated[float, Limits(0, 1)]
+
+
+@dataclass(frozen=True)
+class SchemaRow:
+    """A row of a data file under our names, whatever it calls its columns; None where it has no
+    such column (docs/bring_your_own.md#rows).
+    """
+
+    problem: object = None  # text, or messages of which the last is the user's
+    messages: object = None  # a chat
+    answer: object = None  # the key: a text, a number, texts each of which is right; of options one
+    options: object = None  # texts, or an object from letter to text
+    tests: object = None  # of a program
+    form: object = None  # of the answer, where the key does not show it: short
+    response: object = None  # what is learned
+    reasoning: object = None  # before the response
+    weight: object = None  # of the response
+    spans: object = None  # weights of parts of the response
+    system: object = None  # the system message
+    context: object = None  # a passage that the problem is about
+    tools: object = None  # what the chat template lists
+    kind: object = None  # what a confidence is measured within
+    data_source: object = None  # the name of the set
+
+
+SCHEMA = tuple(field.name for field in fields(SchemaRow))
 
 
 @dataclass(frozen=True)

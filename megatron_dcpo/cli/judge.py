@@ -170,7 +170,7 @@ def _add_question_columns(columns: dict[str, Any], where: str) -> str:
     found = answer_of(columns["reference"], where)
     truth = found.texts[0] if found.texts else ""
     columns["answer"] = found.column or truth
-    options = options_of(columns, where)
+    options = options_of(columns.get("options"), where)
     if options is not None:
         columns["options"] = options.texts
     return truth

@@ -77,8 +77,7 @@ def values_as_trained(path: str, server: bool) -> Values:
     """
     run = load_config(path)
     data: Values = {"template": run.data.template, "thinking": run.data.thinking}
-    if run.data.columns:
-        data["columns"] = dict(run.data.columns)
+    data |= {"columns": dict(run.data.columns), "row": run.data.row, "unread": run.data.unread}
     data["sources"] = _own_sources(run)
     values: Values = {
         "judging": dataclasses.asdict(run.judging),
@@ -96,13 +95,15 @@ def values_as_trained(path: str, server: bool) -> Values:
 
 
 def _own_sources(run: Config) -> list[Values]:
-    """Return the sources of a run that have their own verifier, template or columns."""
+    """Return the sources of a run that have their own verifier or template, or are read by columns
+    or a function.
+    """
     if isinstance(run.data.path, str):
         return []
     found = []
     for source in run.data.sources:
-        if source.verifier or source.template or source.columns:
-            names = ("path", "name", "verifier", "template", "columns")
+        if source.verifier or source.template or source.columns or source.row:
+            names = ("path", "name", "verifier", "template", "columns", "row")
             chosen = {name: getattr(source, name) for name in names}
             found.append({name: value for name, value in chosen.items() if value})
     return found

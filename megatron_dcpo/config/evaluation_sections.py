@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.config.field_types import STRICT, Columns, NonNegative, Positive, Thinking
+from megatron_dcpo.config.field_types import (
+    STRICT,
+    Columns,
+    NonNegative,
+    Positive,
+    RowFunction,
+    Thinking,
+    Unread,
+    check_row_function,
+)
 from megatron_dcpo.config.sections import (
     AgentsConfig,
     DataConfig,
@@ -43,10 +52,17 @@ class PromptConfig:
     """As data.thinking of a training (--thinking)."""
     columns: Columns = dataclasses.field(default_factory=dict)
     """As data.columns of a training, for benchmarks of your own files that have them."""
+    row: RowFunction = ""
+    """As data.row of a training, for benchmarks of your own files."""
+    unread: Unread = "say"
+    """As data.unread of a training."""
     sources: tuple[SourceConfig, ...] = ()
     """Sources of a training; a benchmark of the same name or path has their verifier and template
     (--as-trained).
     """
+
+    def __post_init__(self) -> None:
+        check_row_function(self.columns, self.row)
 
 
 @dataclass(frozen=True, config=STRICT)

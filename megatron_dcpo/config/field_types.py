@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainVa
 
 from megatron_dcpo.errors import did_you_mean
 from megatron_dcpo.runtime.plugins import is_import_path
+from megatron_dcpo.types import SCHEMA
 
 STRICT = ConfigDict(extra="forbid")
 Positive = Annotated[int, Field(gt=0)]
@@ -20,9 +21,6 @@ NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 QUESTIONS = ("exact", "f1", "choice")
 BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
-# those that a question does without, which an empty name leaves out
-BESIDE = ("context", "system", "history", "tools")
-COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests", *BESIDE)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -104,25 +102,30 @@ def _weighted_verifier(one: object) -> WeightedVerifier:
 
 
 def _column(name: str) -> str:
-    if name not in COLUMNS:
-        raise ValueError(f"no column of ours{did_you_mean(name, COLUMNS)}")
+    if name not in SCHEMA:
+        raise ValueError(
+            f"no name of ours{did_you_mean(name, SCHEMA)}; they are {', '.join(SCHEMA)}"
+        )
     return name
 
 
-def _empty_context(columns: object) -> object:
-    """Return a name that YAML reads as null as an empty one, of what a question does without."""
+def _nulls_as_empty(columns: object) -> object:
+    """Return a name that YAML reads as null as an empty one."""
     if not isinstance(columns, Mapping):
         return columns
-    empty = {ours: "" for ours in BESIDE if columns.get(ours, "") is None}
-    return {**columns, **empty}
+    return {ours: "" if theirs is None else theirs for ours, theirs in columns.items()}
 
 
-def _named_columns(columns: dict[str, str]) -> dict[str, str]:
-    """Refuse an empty name, except of what a question does without, which is then left out."""
-    for ours, theirs in columns.items():
-        if not theirs and ours not in BESIDE:
-            raise ValueError(f"expected the name of a column for {ours}")
-    return columns
+def check_row_function(columns: Mapping[str, str], row: str) -> None:
+    """Raise ValueError where columns are named for a function that reads the whole row."""
+    if columns and row:
+        raise ValueError(f"row={row} reads the whole row; remove columns")
+
+
+def _function(path: str) -> str:
+    if path and not is_import_path(path):
+        raise ValueError("expected a function of yours, my_rows.py:row")
+    return path
 
 
 def _word(value: object) -> object:
@@ -148,12 +151,13 @@ FilterGroups = Annotated[Literal["none", "reasoning", "any"], BeforeValidator(_g
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
 VerifierChoice = Annotated[str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)]
-# from our names of columns to a file's names
+# from names of the schema to a file's columns
 Columns = Annotated[
     dict[Annotated[str, AfterValidator(_column)], str],
-    BeforeValidator(_empty_context),
-    AfterValidator(_named_columns),
+    BeforeValidator(_nulls_as_empty),
 ]
+RowFunction = Annotated[str, AfterValidator(_function)]
+Unread = Literal["say", "refuse"]
 
 
 def members(verifier: VerifierChoice) -> tuple[WeightedVerifier, ...]:

@@ -62,7 +62,7 @@ def _sources(value: object, folder: Path) -> object:
     if isinstance(value, list):
         return [_sources(one, folder) for one in value]
     if isinstance(value, dict):
-        finds = {"path": _path, "verifier": _verifier, "template": _function}
+        finds = {"path": _path, "verifier": _verifier, "template": _function, "row": _function}
         return {key: finds[key](one, folder) if key in finds else one for key, one in value.items()}
     return _path(value, folder)
 
@@ -86,6 +86,7 @@ _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("model.adapter", "path"): _path,
     ("data", "path"): _sources,
     ("data", "template"): _function,
+    ("data", "row"): _function,
     ("judging", "verifier"): _verifier,
     ("rollout", "agent"): _function,
     ("rollout", "command"): _each(_command),

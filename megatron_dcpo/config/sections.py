@@ -22,9 +22,12 @@ from megatron_dcpo.config.field_types import (
     Names,
     NonNegative,
     Positive,
+    RowFunction,
     Share,
     Thinking,
+    Unread,
     VerifierChoice,
+    check_row_function,
 )
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
@@ -108,7 +111,9 @@ class SourceConfig:
     seed: NonNegative | None = None
     """Seed of the problems that Reasoning Gym makes."""
     columns: Columns = dataclasses.field(default_factory=dict)
-    """Used instead of data.columns."""
+    """Used instead of data.columns and data.row."""
+    row: RowFunction = ""
+    """Used instead of data.columns and data.row."""
 
     def __post_init__(self) -> None:
         is_set = self.options or self.size is not None or self.seed is not None
@@ -116,8 +121,9 @@ class SourceConfig:
             raise ValueError("options, size and seed are for path: reasoning_gym:TASK; remove them")
         for name in _set_twice(self):
             raise ValueError(f"{name} is set here and in the path, {self.path}; remove one of them")
-        if self.columns and self.path.startswith(REASONING_GYM):
-            raise ValueError("columns are for files and hub data sets; remove them")
+        if (self.columns or self.row) and self.path.startswith(REASONING_GYM):
+            raise ValueError("columns and row are for files and hub data sets; remove them")
+        check_row_function(self.columns, self.row)
 
 
 def _set_twice(source: SourceConfig) -> list[str]:
@@ -128,11 +134,13 @@ def _set_twice(source: SourceConfig) -> list[str]:
     return sorted(named & set(query))
 
 
-def _with_columns(source: SourceConfig, columns: dict[str, str]) -> SourceConfig:
-    """Return a source with these columns, unless it has its own or is no file or hub data set."""
-    if source.columns or not columns or source.path.startswith(REASONING_GYM):
+def _with_reading(source: SourceConfig, data: DataConfig) -> SourceConfig:
+    """Return a source that is read as ``data`` says, unless it says it itself or is no file or hub
+    data set.
+    """
+    if source.columns or source.row or source.path.startswith(REASONING_GYM):
         return source
-    return dataclasses.replace(source, columns=columns)
+    return dataclasses.replace(source, columns=data.columns, row=data.row)
 
 
 def _as_sources(value: object) -> object:
@@ -160,8 +168,17 @@ class DataConfig:
     by weight (docs/bring_your_own.md#data).
     """
     columns: Columns = dataclasses.field(default_factory=dict)
-    """Columns of the file by our names, {problem: prompt, answer: solution}, where it has others;
-    with dots a field, extra_info.answer. context: '' leaves a passage out.
+    """Columns of the file by the names of the schema, {problem: prompt, answer: solution}, where it
+    has others; with dots a field, extra_info.answer. An empty name leaves out what has that name
+    (docs/bring_your_own.md#rows).
+    """
+    row: RowFunction = ""
+    """Function of yours that reads a row, my_rows.py:row, for any shape of rows: it gets the row
+    and returns what it is by the names of the schema, or None to leave it out (examples/rows).
+    """
+    unread: Unread = "say"
+    """What becomes of columns with content that are not read: say lists them at the start with
+    their shares, refuse is an error.
     """
     template: str = "paper"
     """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours,
@@ -185,12 +202,15 @@ class DataConfig:
     equal ones.
     """
 
+    def __post_init__(self) -> None:
+        check_row_function(self.columns, self.row)
+
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """Return the sources of ``path``, of one path too, with the ``columns`` of each."""
+        """Return the sources of ``path``, of one path too, each with how its rows are read."""
         if isinstance(self.path, str):
-            return (_with_columns(SourceConfig(self.path), self.columns),)
-        return tuple(_with_columns(source, self.columns) for source in self.path)
+            return (_with_reading(SourceConfig(self.path), self),)
+        return tuple(_with_reading(source, self) for source in self.path)
 
 
 # The longest that a server may take for one response, the wait in its queue included. Only a server

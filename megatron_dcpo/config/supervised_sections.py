@@ -9,31 +9,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config import checked, read
-from megatron_dcpo.config.field_types import STRICT, NonNegative, Positive, Thinking
+from megatron_dcpo.config.field_types import (
+    STRICT,
+    Columns,
+    NonNegative,
+    Positive,
+    RowFunction,
+    Thinking,
+    Unread,
+    check_row_function,
+)
 from megatron_dcpo.config.rules import check_configuration
 from megatron_dcpo.config.sections import LoggingConfig, LoopConfig, RunConfig
 from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
-
-DemonstrationColumn = Literal[
-    "messages",
-    "prompt",
-    "response",
-    "weight",
-    "spans",
-    "system",
-    "history",
-    "context",
-    "tools",
-    "reasoning",
-    "label",
-]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,14 +37,15 @@ class DemonstrationsConfig:
 
     path: Annotated[str, Field(min_length=1)]
     """A file of JSON lines, JSON, CSV, parquet or Arrow, several by a pattern, a folder of
-    save_to_disk, or a hub data set; its rows have messages, or prompt and response
+    save_to_disk, or a hub data set; its rows have messages, or problem and response
     (docs/supervised.md#data).
     """
-    columns: dict[DemonstrationColumn, str] = dataclasses.field(default_factory=dict)
-    """Columns of the file by our names, {prompt: question, response: solution}, where it has
-    others: messages, prompt, response, weight, spans, system, history, context, tools, reasoning,
-    label. An empty name leaves out one of the last eight.
-    """
+    columns: Columns = dataclasses.field(default_factory=dict)
+    """As data.columns of dcpo train, {problem: question, response: solution}."""
+    row: RowFunction = ""
+    """As data.row of dcpo train: a function of yours that reads a row."""
+    unread: Unread = "say"
+    """As data.unread of dcpo train."""
     template: str = "chat"
     """How a prompt is put, as data.template of dcpo train: chat leaves it as it is."""
     thinking: Thinking = "off"
@@ -62,6 +58,9 @@ class DemonstrationsConfig:
     """Only the first demonstrations of the file (0: all)."""
     shuffle: bool = True
     """Shuffle the demonstrations in every epoch; otherwise take them in the order of the file."""
+
+    def __post_init__(self) -> None:
+        check_row_function(self.columns, self.row)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -94,9 +94,13 @@ def _of_sources(config: Config) -> Iterator[str]:
     sources = config.data.sources
     if config.data.template != DataConfig.template and all(one.template for one in sources):
         yield "data.template changes nothing: every source has its own"
-    own_problems = [one.columns or one.path.startswith(REASONING_GYM) for one in sources]
-    if config.data.columns and all(own_problems):
-        yield "data.columns changes nothing: every source has its own, or brings its problems"
+    own_reading = [
+        bool(one.columns or one.row) or one.path.startswith(REASONING_GYM)
+        for one in config.data.path
+    ]
+    for name in ("columns", "row"):
+        if getattr(config.data, name) and all(own_reading):
+            yield f"data.{name} changes nothing: every source has its own, or brings its problems"
 
 
 def _of_updates(config: Config) -> Iterator[str]:

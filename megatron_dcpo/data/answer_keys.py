@@ -1,5 +1,5 @@
-"""The answer of a row in the forms of public data sets: a text, a number, a list of texts of which
-each is right, an object that holds one of these, or any of them as JSON text or Python's repr.
+"""The answer of a row: a text, a number, a list of texts of which each is right, an object of
+TriviaQA (``value`` and ``aliases``), or one of these as JSON text or Python's repr.
 
 What has another form is refused by name, because the text of a Python object is the answer to no
 question.
@@ -16,11 +16,8 @@ from typing import NamedTuple
 from megatron_dcpo.data.chats import parsed_text
 from megatron_dcpo.errors import UserError
 
-# Keys of an object that hold the answer, and other keys that do not change it, in lower case
-# and without underscores.
-_HOLDERS = ("target", "answer", "groundtruth", "finalanswer", "text", "value")
-_ALIASES = ("aliases", "normalizedaliases", "humananswers")
-_BESIDE = frozenset({"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"})
+# of an object of TriviaQA, in lower case and without underscores
+_ACCEPTED = ("value", "aliases", "normalizedaliases", "humananswers")
 # What data sets write where there is no answer; no answer equals it. Some problems have the answers
 # "unknown", "undefined", "not given", "no solution", "[]" and "-".
 _NO_ANSWERS = frozenset(
@@ -38,11 +35,10 @@ _AROUND = re.compile(
     r"|\"(.+)\"|'(.+)'",
     re.DOTALL,
 )
+_ASSERT = re.compile(r"\s*assert[\s(]")
+_TEST_FIELDS = frozenset({"kind", "inputs", "functional", "test_cases"})
 _BRACES = re.compile(r"\\boxed\{|[{}]")
-FORMS = (
-    "a text, a number, a list of texts, an object with one of them as target, answer, "
-    "ground_truth or value (and aliases), or one of these as JSON text or Python's repr"
-)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 class Answer(NamedTuple):
@@ -59,12 +55,71 @@ def answer_of(raw: object, where: str) -> Answer:
     """Return the answer in a value of a row. Raises :class:`UserError`, which names the row and the
     forms that are known, for a value of another form.
     """
-    texts = tuple(dict.fromkeys(text for text in _texts(raw, where) if text))
     value = parsed(raw)
-    column: object = list(texts) if len(texts) > 1 else None
-    if isinstance(value, Mapping) and any(_plain(name) in _ALIASES for name in value):
-        column = value
-    return Answer(texts, column)
+    if isinstance(value, Mapping):
+        texts = accepted_texts(value)
+        if not has_aliases(value):
+            raise _not_understood(value, where)
+        return Answer(tuple(texts), value)
+    items = value if isinstance(value, list | tuple) else [value]
+    texts = list(dict.fromkeys(text for text in (_text(one, where) for one in items) if text))
+    return Answer(tuple(texts), texts if len(texts) > 1 else None)
+
+
+def has_aliases(answer: object) -> bool:
+    """Return whether an answer is an object of TriviaQA."""
+    return isinstance(answer, Mapping) and any(_plain(name) in _ACCEPTED for name in answer)
+
+
+def accepted_texts(answer: object) -> list[str]:
+    """Return the texts that answer a question: a text, the texts of a list, the value and aliases
+    of an object of TriviaQA; each once, none of them empty.
+    """
+    if isinstance(answer, Mapping):
+        fields = {_plain(name): value for name, value in answer.items()}
+        answer = [text for name in _ACCEPTED for text in _listed(fields.get(name))]
+    texts = (str(text).strip() for text in _listed(answer) if isinstance(text, str | int | float))
+    return list(dict.fromkeys(text for text in texts if text))
+
+
+def final_answer(raw: object, integer: bool = False) -> str:
+    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, the
+    last box of a worked solution, whole floats as integers.
+
+    ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ ->
+    336.
+    """
+    if raw is None:
+        return ""
+    if isinstance(raw, float):
+        return "" if raw != raw else str(int(raw)) if raw.is_integer() else repr(raw)
+    text = str(raw).strip()
+    if final := text.rsplit("\n", 1)[-1].partition("####")[2].strip():
+        return _THOUSANDS.sub("", final)
+    if boxed := last_box(text):
+        return boxed
+    if integer and (digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)):
+        return str(int(digits.group(1)))
+    return text
+
+
+def tests_in(key: object) -> object | None:
+    """Return the tests that stand where an answer would: assertions (allenai's RLVR), or inputs and
+    outputs of a program (verl). None for an answer.
+    """
+    if isinstance(key, str):
+        if _ASSERT.match(key):
+            return [key]
+        if key.lstrip()[:1] not in ("[", "{"):
+            return None
+        key = parsed_text(key)
+    if isinstance(key, Mapping):
+        return None if _TEST_FIELDS.isdisjoint(key) else key
+    if not isinstance(key, list | tuple) or not key:
+        return None
+    are_asserts = all(isinstance(one, str) and _ASSERT.match(one) for one in key)
+    are_cases = all(isinstance(one, Mapping) and "output" in one for one in key)
+    return list(key) if are_asserts or are_cases else None
 
 
 def is_no_answer(text: str) -> bool:
@@ -117,20 +172,6 @@ def parsed(raw: object) -> object:
     return value if (is_list and value) or (isinstance(value, dict) and value) else raw
 
 
-def _texts(raw: object, where: str) -> list[str]:
-    value = parsed(raw)
-    if isinstance(value, Mapping):
-        return _texts_of_object(value, where)
-    if isinstance(value, list | tuple):
-        texts = []
-        for item in value:
-            if isinstance(item, list | tuple | Mapping):
-                raise _not_understood(raw, where)
-            texts += _texts(item, where)
-        return texts
-    return [_text(value, where)]
-
-
 def _text(value: object, where: str) -> str:
     """Return the text of a single value: "" if there is none."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -142,21 +183,8 @@ def _text(value: object, where: str) -> str:
     raise _not_understood(value, where)
 
 
-def _texts_of_object(value: Mapping[object, object], where: str) -> list[str]:
-    """Return the texts in an object with one holder of the answer, and aliases of it."""
-    fields = {_plain(name): field for name, field in value.items()}
-    holders = [name for name in _HOLDERS if name in fields]
-    aliases = [name for name in _ALIASES if name in fields]
-    known = {*holders, *aliases} | _BESIDE
-    if len(holders) > 1 or not (holders or aliases) or not known.issuperset(fields):
-        raise _not_understood(value, where)
-    texts: list[str] = []
-    for name in (*holders, *aliases):
-        field = fields[name]
-        if isinstance(field, Mapping):
-            raise _not_understood(value, where)
-        texts += _texts(field, where)
-    return texts
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _plain(name: object) -> str:
@@ -164,11 +192,8 @@ def _plain(name: object) -> str:
 
 
 def _not_understood(value: object, where: str) -> UserError:
-    shown = f"{value!r:.80}"
-    hint = ""
-    if isinstance(value, Mapping) and {"target", "numbers"} <= value.keys():
-        hint = " (countdown: reasoning_gym:countdown has its scorer)"
     return UserError(
-        f"{where}: the answer {shown} is not understood{hint}; expected {FORMS}; or a verifier of "
-        "your own, which gets it as it is"
+        f"{where}: the answer {value!r:.80} is not understood; expected a text, a number, a list "
+        "of texts, or an object with value and aliases; name a field of it, data.columns={answer: "
+        "NAME.FIELD}, or read the row by a function, data.row"
     )

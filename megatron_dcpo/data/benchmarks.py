@@ -16,16 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_dcpo.data.datasets import (
-    NO_COLUMNS,
+    Loading,
     Record,
     load_records,
-    split_usable_rows,
     task_name,
     untested_note,
+    usable_rows,
 )
 from megatron_dcpo.data.gym_tasks import HELD_OUT_SEED, gym_path
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.data.row_files import SUFFIXES, Row, read_rows
+from megatron_dcpo.data.row_reader import PLAIN, RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.brought import is_gym, name_of_task
 from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
@@ -262,12 +263,12 @@ def load_benchmark(
     spec: str,
     data_dir: str | Path | None = None,
     keep_columns: bool = False,
-    columns: Mapping[str, str] = NO_COLUMNS,
+    reading: RowOptions = PLAIN,
 ) -> LoadedBenchmark:
     """Return a registered benchmark by name, ``NAME=PATH``, or a task of Reasoning Gym.
 
-    ``keep_columns`` as in :func:`load_records`. ``columns`` are for the rows of a file at PATH that
-    have all of them.
+    ``keep_columns`` as in :func:`load_records`. ``reading`` is for the rows of a file at PATH; its
+    columns are for those that have all of them.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the
     last day left out.
@@ -282,7 +283,7 @@ def load_benchmark(
                 f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -"
             )
         path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
-        records = load_records(path, name, keep_columns, columns, held_out=True)
+        records = load_records(path, name, keep_columns, replace(reading, held_out=True))
         return LoadedBenchmark(name, path, tuple(records), ())
     entry = find_benchmark(name)
     if dates:
@@ -290,21 +291,22 @@ def load_benchmark(
     sources = _find_sources(entry, data_dir)
     rows = _rows_of(entry, sources)
     try:
-        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], keep_columns)
+        usable = usable_rows(rows, Loading(entry.name, sources[0], keep_columns=keep_columns))
     except UserError as error:
         if sources != [entry.hub]:
             raise
         raise UserError(
             f"{entry.name}: no file below {_data_root(data_dir)} (set DCPO_DATA), and {error}"
         ) from None
-    if not records:
+    if not usable.records:
         raise UserError(
             f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}"
         )
     source = ", ".join(sources)
-    differences = _differences(entry, source, len(records) + len(left_out))
-    notes = (f"{entry.name}: {untested_note(left_out)}",) if left_out else ()
-    return LoadedBenchmark(entry.name, source, tuple(records), (*differences, *notes))
+    warnings = [*_differences(entry, source, len(usable.records) + len(usable.untested))]
+    if usable.untested:
+        warnings.append(f"{entry.name}: {untested_note(usable.untested)}")
+    return LoadedBenchmark(entry.name, source, tuple(usable.records), tuple(warnings))
 
 
 def _rows_of(entry: Benchmark, sources: Sequence[str]) -> Iterator[tuple[int, Row]]:

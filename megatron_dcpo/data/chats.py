@@ -9,57 +9,30 @@ its weight.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty, without_empty
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import parse_json
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
 
-# columns that hold a whole chat
-CHAT_COLUMNS = ("messages", "conversations", "conversation")
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
+# keys of an object that holds a whole chat
+CHAT_COLUMNS = ("messages", "conversations")
 # of a message, in the order in which a template's own name for it is tried
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # what a template may write of a message besides its role and content
 TEMPLATE_KEYS = (*REASONING, "tool_calls", "function_call", "name", "tool_call_id")
 # whether a message is to be trained: Axolotl, ms-swift, OpenAI, verl
 WEIGHT_KEYS = ("train", "loss", "weight", "loss_mask", "trainable", "training")
-_WEIGHT = "say train: false, or weight: 0, of a turn that is not to be trained"
 # why a text ends, and what stands there if it was cut off (OpenAI, Anthropic, Gemini)
 ENDINGS = ("finish_reason", "stop_reason")
 _CUT_OFF = ("length", "max_tokens")
-MESSAGE_KEYS = RowKeys(
-    what="key of a message",
-    read=frozenset({"role", "content", "from", "value", *TEMPLATE_KEYS, *WEIGHT_KEYS, *ENDINGS}),
-    harmless=frozenset({"turn", "logprobs", "usage", "end_turn"}),
-    refused={
-        **dict.fromkeys(
-            ("mask", "masked", "ignore", "learn", "no_loss", "train_on_turn", "train_on_input"),
-            _WEIGHT,
-        ),
-        **dict.fromkeys(
-            ("thought", "thoughts", "reasoning_details", "reasoning_text", "cot"),
-            "give its text as reasoning_content",
-        ),
-        "files": "only text is read; remove the rows that have it",
-        "prefix": "remove it",
-        "refusal": "put its text into content",
-        "tools": "a row has its tools in the column tools",
-        "functions": "a row has its tools in the column tools",
-        "tool_responses": "give each result as a message of the role tool",
-        "tool_results": "give each result as a message of the role tool",
-        "documents": "put their text into content",
-        "context": "put its text into content",
-        "chosen": "put its text into content",
-        "rejected": "remove it; pairs of preferences are not trained",
-    },
-)
+_READ = frozenset({"role", "content", "from", "value", *TEMPLATE_KEYS, *WEIGHT_KEYS, *ENDINGS})
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -87,34 +60,36 @@ class Chat(NamedTuple):
     weights: tuple[float | None, ...]
 
 
-class ChatReader:
-    """The reader of the chats of a source, ``unread`` being what counts their unknown keys."""
+# what is called with a key of a message that is not read, and its value
+UnreadKey = Callable[[str, object], None]
 
-    def __init__(self, source: str, unread: Unread | None = None) -> None:
-        self.source = source
-        self._unread = unread or Unread(source)
 
-    def chat(self, value: object, number: int) -> Chat:
-        """Return the chat in a value of row ``number``. Raises :class:`UserError`, which names the
-        row, for what is none.
-        """
-        where = f"{self.source}: row {number}"
-        entries = chat_in(value)
-        if entries is None:
-            raise UserError(
-                f"{where}: expected a list of messages with role and content, not {value!r:.80}"
-            )
-        messages = []
-        weights = []
-        for entry in entries:
-            if not isinstance(entry, Mapping):
-                raise _no_message(entry, where)
-            self._unread.take(entry, MESSAGE_KEYS, number)
-            messages.append(_message(entry, where))
-            weights.append(_own_weight(entry, where))
-        if weights[-1] != 0:
-            check_complete(entries[-1], where)
-        return Chat(tuple(messages), tuple(weights))
+def _ignore(key: str, value: object) -> None:
+    """Take no note of a key that is not read."""
+
+
+def read_chat(value: object, where: str, unread: UnreadKey = _ignore) -> Chat:
+    """Return the chat in a value of a row. Raises :class:`UserError`, which names the row, for what
+    is none.
+    """
+    entries = chat_in(value)
+    if entries is None:
+        raise UserError(
+            f"{where}: expected a list of messages with role and content, not {value!r:.80}"
+        )
+    messages = []
+    weights = []
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            raise _no_message(entry, where)
+        for key in entry:
+            if key not in _READ:
+                unread(str(key), entry[key])
+        messages.append(_message(entry, where))
+        weights.append(_own_weight(entry, where))
+    if weights[-1] != 0:
+        check_complete(entries[-1], where)
+    return Chat(tuple(messages), tuple(weights))
 
 
 def check_complete(record: object, where: str) -> None:
@@ -179,50 +154,46 @@ def tools_of(value: object, where: str) -> tuple[dict[str, Any], ...]:
     return tuple(without_empty(tools))  # type: ignore[arg-type]
 
 
-def with_system(messages: Messages, value: object, column: str, where: str) -> Messages:
+def with_system(messages: Messages, value: object, where: str) -> Messages:
     """Return the messages behind the system message of a row. Raises :class:`UserError` if it is
     no text, or if the messages have another one.
     """
     if is_empty(value):
         return messages
     if not isinstance(value, str):
-        raise UserError(f"{where}: {column} is a text, not {value!r:.60}")
+        raise UserError(f"{where}: system is a text, not {value!r:.60}")
     if messages[0]["role"] == "system":
         if messages[0]["content"].strip() == value.strip():
             return messages
         raise UserError(
-            f"{where} has two system messages, in its messages and in the column {column}; "
-            "remove one"
+            f"{where} has two system messages, in its messages and as system; remove one, or leave "
+            "it out by data.columns={system: ''}"
         )
     return ({"role": "system", "content": value}, *messages)
 
 
-def history_of(value: object, reader: ChatReader, number: int, where: str) -> Messages:
-    """Return the earlier turns of a row: pairs of what the user and the assistant said
-    (LlamaFactory), or messages.
+def is_empty(value: object) -> bool:
+    """Return whether a value says nothing: null, NaN, an empty text, list or object, or an object
+    in which every value is one of these, as a table has it where other rows have one.
     """
-    if is_empty(value):
-        return ()
-    turns = _parsed(value) if isinstance(value, str) else value
-    if not isinstance(turns, list | tuple):
-        raise UserError(f"{where}: history is a list of pairs of texts, not {value!r:.80}")
-    if all(is_message(turn) for turn in turns):
-        return reader.chat(turns, number).messages
-    messages: list[Message] = []
-    for turn in turns:
-        is_pair = isinstance(turn, list | tuple) and len(turn) == 2
-        if not is_pair or not all(isinstance(text, str) for text in turn):
-            raise UserError(f"{where}: history is a list of pairs of texts, not of {turn!r:.80}")
-        messages.append({"role": "user", "content": turn[0]})
-        messages.append({"role": "assistant", "content": turn[1]})
-    return tuple(messages)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return True
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    return isinstance(value, list | tuple) and len(value) == 0
 
 
-def behind_history(messages: Messages, history: Messages) -> Messages:
-    """Return the messages with earlier turns before them, behind the system message."""
-    if history and messages[0]["role"] == "system":
-        return (messages[0], *history, *messages[1:])
-    return (*history, *messages)
+def without_empty(value: object) -> object:
+    """Return a value without the null values of its objects, at every depth: a table gives every
+    object the keys of all others.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_empty(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [without_empty(one) for one in value]
+    return value
 
 
 def _message(entry: Mapping[Any, Any], where: str) -> Message:

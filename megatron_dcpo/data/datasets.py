@@ -1,12 +1,10 @@
-"""From a file or a hub name to prompts: JSON, JSON lines, CSV, parquet; verl-style rows or plain
-problem/answer columns.
+"""From a file or a hub name to prompts.
 
-    file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt
-    (tokens, unique id)
+    file --read_rows--> raw rows --RowReader--> SchemaRow --to_record--> Record (problem, answer)
+    --render_prompts--> Prompt (tokens, unique id)
 
-A row with tests instead of an answer is a programming problem (``code_problems.py`` has the
-formats), one with options or with aliases of its answer a question (``questions.py``). A passage
-next to a question is put before it (``passages.py``).
+A row with tests instead of an answer is a programming problem (``code_problems.py``), one with
+options or with aliases of its answer a question.
 
 Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read
 is a ``UserError`` that names the line or the column.
@@ -15,9 +13,7 @@ is a ``UserError`` that names the line or the column.
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
-import itertools
 import json
 import logging
 import re
@@ -25,116 +21,52 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.answer_keys import answer_of, is_no_answer, is_structured, last_box
+from megatron_dcpo.data.answer_keys import (
+    answer_of,
+    final_answer,
+    has_aliases,
+    is_no_answer,
+    parsed,
+    tests_in,
+)
 from megatron_dcpo.data.chat_template import ChatSwitches
-from megatron_dcpo.data.chats import (
-    CHAT_COLUMNS,
-    SYSTEMS,
-    ChatReader,
-    Messages,
-    behind_history,
-    history_of,
-    is_chat_text,
-    is_message,
-    tools_of,
-    with_system,
-)
-from megatron_dcpo.data.columns_of_tests import (
-    TEST_COLUMNS,
-    OtherLanguage,
-    Untested,
-    may_have_tests,
-)
-from megatron_dcpo.data.labels import (
-    ANSWER_COLUMNS,
-    KIND_COLUMNS,
-    PROBLEM_COLUMNS,
-    kind_of_row,
-    labels_of,
-    with_epoch,
-)
-from megatron_dcpo.data.passages import (
-    PASSAGE_COLUMNS,
-    has_media,
-    passage_of,
-    passage_text,
-    with_passage,
-)
-from megatron_dcpo.data.question_options import KEY_COLUMNS
-from megatron_dcpo.data.question_rows import question_of
+from megatron_dcpo.data.chats import Messages, is_empty
+from megatron_dcpo.data.labels import as_kind, labels_of, with_epoch
+from megatron_dcpo.data.question_options import LETTERS, Options, options_of, right_option
 from megatron_dcpo.data.row_files import ROW_SUFFIXES, Row, read_rows
-from megatron_dcpo.data.unread_columns import RowKeys, Unread, is_empty, shows
+from megatron_dcpo.data.row_prompts import is_text, listed_tools, problem_messages, surrounded
+from megatron_dcpo.data.row_reader import (
+    KNOWN,
+    PLAIN,
+    PROBLEMS,
+    ReadRow,
+    RowOptions,
+    RowReader,
+    what_there_is,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.brought import is_gym, name_of_task
 from megatron_dcpo.runtime.plugins import load_part
-from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt, SchemaRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
-_ABSENT = object()
-_READ_ELSEWHERE = (
-    *("Question", "Problem", "question_stem", "Correct Answer", "supporting_facts", "Answer"),
-    *(f"Incorrect Answer {number}" for number in (1, 2, 3)),
-    *("reward_model", "history", "tools", "options", "choices"),
-    *("aime_number", "opa", "opb", "opc", "opd", "ope", *"ABCDEFGHIJ"),
-)
-_SOLUTIONS = (
-    "solution solutions worked_solution generated_solution rationale explanation cot reasoning "
-    "thinking reasoning_content response responses generations completion output "
-    "expected_answer correctness_math_verify correctness_count gold_standard_solution "
-    "canonical_solution llama8b_solve_rate problem_type question_type exp solution_source "
-    "is_correct"
-)
-_OF_PROGRAMS = (
-    "starter_code test entry_point prompt_id contract atol assertion public_test_cases "
-    "private_test_cases contest_date platform meta_data test_setup_code challenge_test_list query "
-    "estimated_date source_file test_imports in_source_id text problem_description memory_limit "
-    "time_limit base_input plus_input test_list input_output completion input code"
-)
-KEYS = RowKeys(
-    what="column",
-    read=frozenset(
-        {
-            *(*PROBLEM_COLUMNS, *ANSWER_COLUMNS, *KIND_COLUMNS, *KEY_COLUMNS, *CHAT_COLUMNS),
-            *(*SYSTEMS, *TEST_COLUMNS, *PASSAGE_COLUMNS, *map(str.upper, PASSAGE_COLUMNS)),
-            *(*map(str.title, PASSAGE_COLUMNS), *_READ_ELSEWHERE),
-        }
-    ),
-    harmless=frozenset({*_SOLUTIONS.split(), *KIND_COLUMNS}),
-    refused={
-        "input": "name it by data.columns={context: input}, or leave it out by {input: ''}",
-        **dict.fromkeys(
-            ("instruction", "instructions", "prefix", "suffix", "documents"),
-            "put its text into the problem, or name its column by data.columns",
-        ),
-        "chat_template_kwargs": "data.thinking is the switch of the chat template",
-        "functions": "give them as tools, a list of {type: function, function: ...}",
-        "tools_kwargs": "tools that answer are not called here; remove it",
-    },
-)
-# Of a row with tests: its format is known, and what else such rows have is harmless.
-KEYS_OF_PROGRAMS = replace(
-    KEYS,
-    harmless=KEYS.harmless | frozenset(_OF_PROGRAMS.split()),
-    refused={name: remedy for name, remedy in KEYS.refused.items() if name != "input"},
-)
 _PACKED_PROBLEM = "megatron_dcpo.data.code_problems:packed_problem"
 _GYM_ROWS = "megatron_dcpo.data.gym_tasks:gym_rows"
+_GYM_ROW = "megatron_dcpo.data.gym_tasks:problem_of"
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
 _PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 @dataclass(frozen=True)
@@ -144,8 +76,8 @@ class Record:
 
     A programming problem has packed ``tests``, and ``answer`` is their key
     (``code_problems.tests_key``). ``kind``: what the row says of its problem in one of
-    ``KIND_COLUMNS``; ``labels``: :func:`labels_of` the row. ``row``: :func:`columns`, where they
-    are asked for; else what the verifiers of a question read. ``form`` of the answer: a key of
+    ``KIND_COLUMNS``; ``labels``: :func:`labels_of` the row. ``row``: its columns, where they are
+    kept; else what the verifiers of a question read. ``form`` of the answer: a key of
     ``prompts.ASKS``. ``tools`` are what the chat template lists.
     """
 
@@ -172,6 +104,10 @@ class Record:
 
 class NoAnswer(Exception):
     """The answer key of a row (the argument) means "no answer"."""
+
+
+class Untested(Exception):
+    """The tests of a row (the argument is its name) pass for any program."""
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -202,16 +138,16 @@ def load_prompts(
     *,
     task: str | None = None,
     keep_columns: bool = False,
-    columns: Mapping[str, str] = NO_COLUMNS,
+    reading: RowOptions = PLAIN,
 ) -> list[Prompt]:
     """Return the prompts of a data set, rendered and tokenized, each with its own id (equal
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
     ``owner/name[:config][@split]``, or a task of Reasoning Gym. ``task``,
-    ``keep_columns`` and ``columns`` as in :func:`load_records`.
+    ``keep_columns`` and ``reading`` as in :func:`load_records`.
     """
-    records = load_records(path_or_name, task, keep_columns, columns)
+    records = load_records(path_or_name, task, keep_columns, reading)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
 
 
@@ -348,7 +284,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=16)  # of the sources of a mixture
+@lru_cache(maxsize=16)  # of the sources of a mixture
 def _order(n: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
@@ -360,406 +296,238 @@ def load_records(
     path_or_name: str | Path,
     task: str | None = None,
     keep_columns: bool = False,
-    columns: Mapping[str, str] = NO_COLUMNS,
-    held_out: bool = False,
+    reading: RowOptions = PLAIN,
 ) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
-    or the file's name. ``keep_columns`` keeps the :func:`columns` of each row for a user's
-    verifier, which may do without an answer.
-
-    ``columns`` are the names under which a file has problem, answer and so on; a row without one of
-    them is refused, or read as it is if the problems are ``held_out`` for an evaluation.
+    or the file's name. ``keep_columns`` keeps all columns of each row for a user's verifier, which
+    may do without an answer. ``reading`` says how a row is read.
     """
-    gym = is_gym(path_or_name)
-    keep_columns = keep_columns or gym
-    rows: Iterable[tuple[int, Row]]
-    if gym:
-        rows = enumerate(load_part(_GYM_ROWS)(str(path_or_name)))
+    rows: Iterable[Row]
+    if is_gym(path_or_name):
+        rows, keep_columns = load_part(_GYM_ROWS)(str(path_or_name)), True
+        reading = RowOptions(row=_GYM_ROW)
     else:
-        found = enumerate(read_rows(path_or_name))
-        rows = _renamed(
-            found, columns, str(path_or_name), must_have=not held_out, keep_columns=keep_columns
-        )
-    name = task or task_name(path_or_name)
-    passage = columns.get("context")
-    records, left_out, dropped = split_usable_rows(
-        rows,
-        name,
+        rows = read_rows(path_or_name)
+    loading = Loading(
+        task=task or task_name(path_or_name),
         forced=task is not None,
         source=str(path_or_name),
         keep_columns=keep_columns,
-        passage="" if gym else passage,
+        reading=reading,
     )
-    for what, count in dropped.items():
+    usable = usable_rows(enumerate(rows), loading)
+    for what, count in usable.dropped.items():
         logger.warning("%s: dropped %d rows %s", path_or_name, count, what)
-    if left_out:
-        logger.warning("%s: %s", path_or_name, untested_note(left_out))
-    if not records:
+    if usable.untested:
+        logger.warning("%s: %s", path_or_name, untested_note(usable.untested))
+    if not usable.records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
-    return records
+    return usable.records
 
 
-def _renamed(
-    rows: Iterable[tuple[int, Row]],
-    columns: Mapping[str, str],
-    source: str,
-    must_have: bool,
-    keep_columns: bool,
-) -> Iterator[tuple[int, Row]]:
-    """Yield the rows with their columns under our names too. A name with dots is a field of an
-    object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``,
-    and for those of other columns, which are left out unless all columns are to be kept. Rows
-    without a named column are refused if they ``must_have`` it; else they stay as they are, and a
-    line says so.
+@dataclass(frozen=True)
+class Loading:
+    """How the rows of a ``source`` become problems of a ``task``, whose name is that of the row's
+    ``data_source`` unless it is ``forced``.
     """
-    left_out = {ours for ours, theirs in columns.items() if not theirs}
-    left_out |= set(SYSTEMS) if "system" in left_out else set()
-    is_said = False
-    for index, row in rows:
-        values = {ours: _field(row, theirs) for ours, theirs in columns.items() if theirs}
-        missing = [columns[ours] for ours, value in values.items() if value is _ABSENT]
-        if missing and must_have:
-            raise UserError(
-                f"{source}: row {index + 1} has no column {missing[0]!r}, which data.columns "
-                f"names; found {', '.join(map(str, row)) or 'nothing'}"
-            )
-        if missing:
-            if not is_said:
-                logger.info(
-                    "%s: data.columns is not read, because row %d has no column %r",
-                    source,
-                    index + 1,
-                    missing[0],
-                )
-            is_said = True
-            yield index, row
-            continue
-        values.pop("context", None)
-        kept = {name: value for name, value in row.items() if name not in left_out}
-        if "answer" in values:
-            kept.pop("reward_model", None)
-            if not keep_columns:
-                kept = {name: kept[name] for name in kept if name not in ANSWER_COLUMNS}
-        yield index, {**kept, **values}
+
+    task: str
+    source: str
+    forced: bool = True
+    keep_columns: bool = False
+    reading: RowOptions = PLAIN
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether the problems keep their columns, for a verifier or for an order."""
+        return self.keep_columns or bool(self.reading.order)
 
 
-def _field(row: Row, name: str) -> object:
-    """Return a column, or a field of an object in it; ``_ABSENT`` if there is none."""
-    if name in row:
-        return row[name]
-    value: object = row
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
-        value = value[part]
-    return value
-
-
-def split_usable_rows(
-    rows: Iterable[tuple[int, Row]],
-    task: str,
-    forced: bool,
-    source: str,
-    keep_columns: bool = False,
-    passage: str | None = None,
-) -> tuple[list[Record], list[str], Counter[str]]:
-    """Return the problems among the numbered ``rows``, the names of those whose tests assert
-    nothing, and how many were dropped for which other reason.
-
-    ``passage`` is the column of the passage that a question is about: None for one of the known
-    names (``passages.py``), "" for none.
+@dataclass(frozen=True)
+class UsableRows:
+    """The problems among rows, the names of those whose tests any program passes, and how many rows
+    were ``dropped`` for which other reason.
     """
-    records: list[Record] = []
-    left_out: list[str] = []
-    dropped: Counter[str] = Counter()
-    unread = Unread(source)
-    chats = ChatReader(source, unread)
-    for index, original in rows:
-        if has_media(original):
-            dropped["with an image, a video or audio, which the policy cannot read"] += 1
+
+    records: list[Record]
+    untested: list[str]
+    dropped: Counter[str]
+
+
+def usable_rows(rows: Iterable[tuple[int, Row]], loading: Loading) -> UsableRows:
+    """Return the problems among numbered rows, and log what was read of them."""
+    usable = UsableRows([], [], Counter())
+    reader = RowReader(loading.source, loading.reading, PROBLEMS, kept=loading.keep_columns)
+    for index, raw in rows:
+        read = reader.read(raw, index + 1)
+        if read is None:
             continue
-        row = with_chat(original, chats, index + 1)
         try:
-            record = to_record(row, index, task, forced, source, keep_columns)
-        except OtherLanguage:
-            dropped["with tests for other languages than Python"] += 1
+            record = to_record(read, index, loading, reader)
         except Untested as name:
-            left_out.append(str(name))
+            usable.untested.append(str(name))
         except NoAnswer as key:
-            dropped[f"with the key {str(key)!r:.40}, which no answer equals"] += 1
+            usable.dropped[f"with the key {str(key)!r:.40}, which no answer equals"] += 1
         else:
             if record is None:
-                dropped["without an answer"] += 1
-                continue
-            where = f"{source}: row {index + 1}"
-            record = _about(record, *_passage(row, passage, where))
-            record = surrounded(record, row, chats, where)
-            records.append(replace(record, labels=labels_of(row)))
-            if not keep_columns:
-                shown = [] if passage is None else [passage]
-                shown += _shown_columns(row, record.messages)
-                keys = KEYS if record.tests is None else KEYS_OF_PROGRAMS
-                unread.take(row, keys, index + 1, used=shown)
-    unread.report()
-    return records, left_out, dropped
+                usable.dropped["without an answer"] += 1
+            else:
+                usable.records.append(record)
+    reader.report()
+    return usable
 
 
-def _shown_columns(row: Row, messages: Messages) -> list[str]:
-    """Return the columns whose text the messages show."""
-    text = "\n".join(message["content"] for message in messages)
-    return [
-        name for name, value in row.items() if isinstance(value, str) and shows(text, value.strip())
-    ]
+def to_record(read: ReadRow, index: int, loading: Loading, reader: RowReader) -> Record | None:
+    """Return a row as a problem with its answer; None if the answer is null or empty, unless the
+    columns are kept.
 
-
-def _passage(row: Row, column: str | None, where: str) -> tuple[str, bool]:
-    """Return the passage of a row in a named column, or in one of a known name, and whether it is
-    put behind the question; "" if the name is empty or if there is none.
+    Raises :class:`UserError` for a row that cannot be read, :class:`Untested` and
+    :class:`NoAnswer`.
     """
-    if column == "":
-        return "", False
-    value = _ABSENT if column is None else _field(row, column)
-    if column is None or value is _ABSENT:
-        return passage_of(row, where)
-    return passage_text(value, column, where), False
+    row = read.row
+    where = f"{loading.source}: row {index + 1}"
+    name = loading.task if loading.forced else str(row.data_source or loading.task)
+    if not {"problem", "messages"} & read.has:
+        raise _without(read, where, "problem")
+    is_aime = "aime" in name.lower() or "aime_number" in read.columns
+    key = _key_of(read, where, is_aime, keeps=loading.keeps)
+    if key is None:
+        return None
+    chat = problem_messages(row, where, partial(reader.unread_key, number=index + 1))
+    text = chat[-1]["content"]
+    packed = None
+    if key.tests is not None:
+        code = load_part(_PACKED_PROBLEM)(text, key.tests, where)
+        if code is None:
+            raise Untested(str(read.columns.get("task_id") or where))
+        text, packed = code.statement, code.tests
+        key = replace(key, answer=code.key, given=code.key)
+    elif key.form != "math":
+        text = text.strip()
+    stated = (*chat[:-1], {**chat[-1], "content": text})
+    messages = surrounded(stated, row, key.options, where)
+    columns = key.columns
+    if loading.keeps:
+        columns = {
+            "data_source": name,
+            **_with_chat(read.columns, row, chat),
+            "problem": prompts.bare_problem(messages[-1]["content"]),
+            "answer": key.given,
+            **(key.columns or {}),
+        }
+    return Record(
+        task=name,
+        index=index,
+        messages=messages,
+        answer=key.answer,
+        tests=packed,
+        kind=as_kind(row.kind),
+        row=columns,
+        form=key.form,
+        labels=labels_of(read.columns),
+        tools=listed_tools(row, messages, where),
+    )
 
 
-def with_chat(row: Row, chats: ChatReader, number: int) -> Row:
-    """Return a row with the chat that is its problem as a list of messages, and a chat in
-    ``messages`` or ``conversations`` as its prompt where it has no other.
+@dataclass(frozen=True)
+class _Key:
+    """What a response is judged by: the ``answer`` as text, or ``tests``. ``form`` is a key of
+    ``prompts.ASKS``, ``columns`` are what the verifiers of questions read, and ``given`` is the
+    answer that a verifier of the user's gets.
     """
-    column = _first_column(row, PROBLEM_COLUMNS)
-    if column is None and not {"Question", "Problem", "question_content"} & set(row):
-        column = next((name for name in CHAT_COLUMNS if not is_empty(row.get(name))), None)
-    value = None if column is None else row[column]
-    is_text = isinstance(value, str) and column not in CHAT_COLUMNS and not is_chat_text(value)
-    if is_empty(value) or is_text or isinstance(value, int | float):
-        return row
-    is_stem = isinstance(value, Mapping) and not is_message(value)
-    if is_stem:  # a question with its options
-        return row
-    read = chats.chat(value, number)
-    if any(weight is not None for weight in read.weights[-1:]):
-        raise UserError(
-            f"{chats.source}: row {number}: the last message says whether it is to be trained; a "
-            "prompt is not"
-        )
-    name = "prompt" if column in CHAT_COLUMNS else column
-    return {**row, str(name): list(read.messages)}
+
+    answer: str = ""
+    form: str = "math"
+    given: object = None
+    columns: Row | None = None
+    options: Options | None = None
+    tests: object = None
 
 
-def surrounded(record: Record, row: Row, chats: ChatReader, where: str) -> Record:
-    """Return a problem with the earlier turns, the system message and the tools of its row."""
-    messages = record.messages
-    column = _first_column(row, PROBLEM_COLUMNS)
-    prompt = None if column is None else row[column]
-    if isinstance(prompt, list) and len(messages) == 1:  # of which only the last is the statement
-        messages = (*prompt[:-1], *messages)
-    number = record.index + 1
-    messages = behind_history(messages, history_of(row.get("history"), chats, number, where))
-    for name in SYSTEMS:
-        messages = with_system(messages, row.get(name), name, where)
-    tools = tools_of(row.get("tools"), where)
-    if messages is record.messages and not tools:
-        return record
-    return replace(record, messages=messages, tools=tools)
+def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | None:
+    """Return the key of a row, None if it has no answer. ``keeps``: a verifier of the user's may
+    know what the key and the options are.
+    """
+    row = read.row
+    tests = tests_in(row.answer) if is_empty(row.tests) else row.tests
+    if tests is not None:
+        return _Key(tests=tests, form="code")
+    if "answer" not in read.has and not keeps:
+        raise _without(read, where, "answer")
+    choice = _choice_of(row, where, strict=not keeps)
+    if choice is not None:
+        return choice
+    if row.form not in (None, "math", "short"):
+        raise UserError(f"{where}: form is math or short, not {row.form!r:.40}")
+    value = parsed(row.answer)
+    is_object = has_aliases(row.answer) if keeps else isinstance(value, Mapping)
+    if row.form == "short" or is_object:
+        found = answer_of(value, where)
+        if not found.texts:
+            raise UserError(f"{where}: the answer has no text and no alias that is one")
+        return _Key(found.texts[0], "short", columns={"answer": value})
+    return _kept_key(row.answer, is_aime) if keeps else _key_of_answer(row.answer, where, is_aime)
 
 
-def _about(record: Record, passage: str, behind: bool) -> Record:
-    """Return a problem with its passage."""
-    messages = with_passage(record.messages, passage, behind)
-    about = replace(record, messages=messages)
-    if record.row is not None and "problem" in record.row:
-        about = replace(about, row={**record.row, "problem": about.problem})
-    return about
+def _choice_of(row: SchemaRow, where: str, strict: bool) -> _Key | None:
+    """Return the key of a question with options, None for another row. Options that are not
+    understood are refused if ``strict``.
+    """
+    try:
+        options = options_of(row.options, where)
+        if options is None:
+            return None
+        letter = LETTERS[right_option(row.answer, options, where)]
+    except UserError:
+        if strict:
+            raise
+        return None
+    columns = {"answer": letter, "options": options.texts}
+    return _Key(letter, "choice", columns=columns, options=options)
+
+
+def _key_of_answer(raw: object, where: str, is_aime: bool) -> _Key | None:
+    """Return the key in an answer, None if there is none."""
+    found = answer_of(raw, where)
+    if not found.texts:
+        return None
+    answers = [final_answer(text, integer=is_aime) for text in found.texts]
+    if all(map(is_no_answer, answers)):
+        raise NoAnswer(answers[0])
+    columns = None if found.column is None else {"answer": found.column}
+    return _Key(answers[0], columns=columns)
+
+
+def _kept_key(raw: object, is_aime: bool) -> _Key:
+    """Return the key of a row whose columns are kept: what the row has, and its text."""
+    if isinstance(raw, list | tuple | Mapping):
+        return _Key(json.dumps(raw, default=str, ensure_ascii=False), given=raw)
+    text = final_answer(raw, integer=is_aime)
+    return _Key(text, given=text if isinstance(raw, str) else raw)
+
+
+def _with_chat(columns: Row, row: SchemaRow, chat: Messages) -> Row:
+    """Return the columns with the chat that is the problem as a list of messages."""
+    problem = row.messages if is_empty(row.problem) else row.problem
+    if is_text(problem):
+        return columns
+    named = (name for name in KNOWN["problem"] if columns.get(name) is problem)
+    return {**columns, next(named, "prompt"): list(chat)}
+
+
+def _without(read: ReadRow, where: str, missing: str) -> UserError:
+    """Return the error of a row without a problem or an answer."""
+    known = [*KNOWN[missing], *(KNOWN["messages"] if missing == "problem" else ("tests",))]
+    return UserError(
+        f"{where} has no {missing}; {what_there_is(read.columns)}; expected one of "
+        f"{', '.join(known)}; name yours, data.columns={{{missing}: NAME}}, or read the rows by a "
+        "function, data.row (dcpo evaluate takes both too, or --as-trained CONFIG)"
+    )
 
 
 def untested_note(names: Sequence[str]) -> str:
     """Return what to say about programming problems whose tests assert nothing."""
     return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)}"
-
-
-def to_record(
-    row: Row,
-    index: int,
-    task: str,
-    forced: bool = True,
-    source: str = "row",
-    keep_columns: bool = False,
-) -> Record | None:
-    """Return one row as a problem with its answer; ``None`` when the answer is null or empty,
-    unless its columns are kept.
-
-    Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be
-    Python's, and ``Untested`` for tests that assert nothing.
-    """
-    name = task if forced else str(row.get("data_source") or task)
-    where = f"{source}: row {index + 1}"
-    code = load_part(_PACKED_PROBLEM)(row, where) if may_have_tests(row) else None
-    if code is not None:
-        packed, key = code.tests, code.key
-        messages = _as_messages(code.statement, where)
-        kept = columns(row, name, messages, key) if keep_columns else None
-        return Record(name, index, messages, key, packed, kind_of_row(row), kept, "code")
-    question = question_of(row, index, where, strict=not keep_columns)
-    if question is not None:
-        messages, own = _as_messages(question.text, where), question.columns
-        kept = {**columns(row, name, messages, None), **own} if keep_columns else own
-        return Record(
-            name,
-            index,
-            messages,
-            question.answer,
-            kind=question.kind or kind_of_row(row),
-            row=kept,
-            form=question.form,
-        )
-    problem = _first_column(row, PROBLEM_COLUMNS)
-    keys = _keys_of(row)
-    if problem is None or not (keys or keep_columns):
-        raise _without_column(row, where, "problem" if problem is None else "answer")
-    raw = next(iter(keys.values()), None)
-    messages = _as_messages(row[problem], where)
-    is_aime = "aime" in name.lower() or "aime_number" in row
-    if keep_columns:
-        answer = _shown(raw, is_aime)
-        kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
-        return Record(name, index, messages, answer, kind=kind_of_row(row), row=kept)
-    _check_one_key(keys, is_aime, where)
-    if not is_structured(raw):
-        answer_of(raw, where)  # refuses what is no text and no number
-        answer = final_answer(raw, integer=is_aime)
-        if not answer:
-            return None
-        if is_no_answer(answer):
-            raise NoAnswer(answer)
-        return Record(name, index, messages, answer, kind=kind_of_row(row))
-    found = answer_of(raw, where)
-    if found.texts and all(map(is_no_answer, found.texts)):
-        raise NoAnswer(found.texts[0])
-    if not found.texts:
-        return None
-    shown = final_answer(found.texts[0], integer=is_aime)
-    read = None if found.column is None else {"answer": found.column}
-    return Record(name, index, messages, shown, kind=kind_of_row(row), row=read)
-
-
-def _keys_of(row: Row) -> dict[str, object]:
-    """Return what a row may have as its answer, by column: what ``reward_model`` says, or else the
-    columns that say something; a column that says nothing if there is no other one.
-    """
-    reward_model = row.get("reward_model")
-    keys = _columns_of(row, ANSWER_COLUMNS)
-    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
-        truth = reward_model["ground_truth"]
-        if not is_empty(truth) or all(map(is_empty, keys.values())):
-            return {"reward_model.ground_truth": truth}
-    return keys
-
-
-def _check_one_key(keys: Mapping[str, object], integer: bool, where: str) -> None:
-    """Raise :class:`UserError` if columns hold different answers."""
-    if len(keys) < 2:
-        return
-    texts = {
-        name: final_answer(key, integer=integer)
-        for name, key in keys.items()
-        if not is_structured(key)
-    }
-    for first, other in itertools.pairwise(texts):
-        if texts[first] != texts[other]:
-            raise UserError(
-                f"{where} has two answers, {texts[first]!r:.40} in {first} and "
-                f"{texts[other]!r:.40} in {other}; name one, data.columns={{answer: {first}}}"
-            )
-
-
-def _without_column(row: Row, where: str, missing: str) -> UserError:
-    """Return the error of a row without a problem or an answer."""
-    expected: tuple[str, ...] = (*PROBLEM_COLUMNS, *CHAT_COLUMNS)
-    what = f"{missing} column"
-    if missing == "answer":
-        expected = (*ANSWER_COLUMNS, "reward_model.ground_truth")
-        what = "answer column, and there are no tests in this row in a form that is read"
-    return UserError(
-        f"{where} has no {what}; found {', '.join(map(str, row)) or 'nothing'}; expected "
-        f"one of {', '.join(expected)}; or name yours, data.columns={{{missing}: NAME}} "
-        "(dcpo evaluate takes it too, or --as-trained CONFIG)"
-    )
-
-
-def _shown(raw: object, integer: bool) -> str:
-    """Return the answer as text where a user's verifier reads the value itself."""
-    if isinstance(raw, list | tuple | Mapping):
-        return json.dumps(raw, default=str, ensure_ascii=False)
-    return final_answer(raw, integer=integer)
-
-
-def columns(row: Row, name: str, messages: Messages, answer: object) -> Row:
-    """Return all columns of a row, and under fixed names the ``problem`` as text and its
-    ``answer``: a text as :func:`final_answer`, anything else as it is. ``data_source``: the row's,
-    else the ``name`` of the data.
-    """
-    return {
-        "data_source": name,
-        **row,
-        "problem": prompts.bare_problem(messages[-1]["content"]),
-        "answer": answer,
-    }
-
-
-def final_answer(raw: object, integer: bool = False) -> str:
-    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, the
-    last box of a worked solution, whole floats as integers.
-
-    ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ ->
-    336.
-    """
-    if raw is None:
-        return ""
-    if isinstance(raw, float):
-        return "" if raw != raw else str(int(raw)) if raw.is_integer() else repr(raw)
-    text = str(raw).strip()
-    if final := text.rsplit("\n", 1)[-1].partition("####")[2].strip():
-        return _THOUSANDS.sub("", final)
-    if boxed := last_box(text):
-        return boxed
-    if integer and (digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)):
-        return str(int(digits.group(1)))
-    return text
-
-
-# -------------------------------------------------------------------------------------- small parts
-
-
-def _first_column(row: Row, names: Sequence[str]) -> str | None:
-    """Return the first column that says something, or else the first that the row has."""
-    return next(iter(_columns_of(row, names)), None)
-
-
-def _columns_of(row: Row, names: Sequence[str]) -> dict[str, object]:
-    """Return the columns of these names that say something, or else all that the row has."""
-    present = {name: row[name] for name in names if name in row}
-    full = {name: value for name, value in present.items() if not is_empty(value)}
-    return full or present
-
-
-def _as_messages(
-    problem: object, where: str, chats: ChatReader | None = None, number: int = 0
-) -> Messages:
-    """Return the messages of a problem column: a text, or a list of chat messages as verl and TRL
-    have it, also as JSON text or as Python's repr.
-    """
-    if isinstance(problem, str) and problem.strip() and not is_chat_text(problem):
-        return ({"role": "user", "content": problem},)
-    messages: Messages = ()
-    if problem and isinstance(problem, str | list | tuple | Mapping):
-        messages = (chats or ChatReader(where)).chat(problem, number).messages
-    if not messages or messages[-1]["role"] != "user":
-        raise UserError(
-            f"{where}: the problem is neither text nor a list of messages that ends with the user's"
-        )
-    return messages
 
 
 def task_name(path_or_name: str | Path) -> str:

@@ -2,7 +2,7 @@
 much each of its tokens counts.
 
 A row of a data file is one demonstration: ``messages``, a chat that ends with the assistant's turn,
-which is the response, or ``prompt`` and ``response`` (``demonstration_rows.py``).
+which is the response, or ``problem`` and ``response`` (``demonstration_rows.py``).
 
 A row may say what counts: ``weight``, a number for the whole response, and ``spans``, a list of
 ``{start, end, weight}`` in characters of the response, for parts of it. Everything else has
@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,8 +35,9 @@ from megatron_dcpo.data.chat_template import (
 )
 from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.datasets import PromptOptions, task_name
-from megatron_dcpo.data.demonstration_rows import Conversation, RowReader
+from megatron_dcpo.data.demonstration_rows import Conversation, DemonstrationReader
 from megatron_dcpo.data.row_files import read_rows
+from megatron_dcpo.data.row_reader import PLAIN, RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import BLOCK_REASONING, Judgement, Prompt, Response, TrainingSample
 
@@ -116,24 +116,25 @@ def load_demonstrations(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     *,
-    columns: Mapping[str, str],
     max_length: int,
+    reading: RowOptions = PLAIN,
 ) -> list[Demonstration]:
     """Return the demonstrations of a data file, at most ``options.limit`` of them (0: all).
 
-    ``columns`` names the file's columns by ours (``demonstration_rows.py``). Demonstrations of more
-    than ``max_length`` tokens, and those in which nothing counts, are left out, with a line that
-    says how many.
+    ``reading`` says how a row is read. Demonstrations of more than ``max_length`` tokens, and those
+    in which nothing counts, are left out, with a line that says how many.
 
     Raises :class:`UserError` for a row that is none, and if none is left.
     """
     kept: list[Demonstration] = []
     counts: Counter[str] = Counter()
-    reader = RowReader(path, columns)
+    reader = DemonstrationReader(path, reading)
     for number, row in enumerate(read_rows(path), start=1):
         if options.limit and len(kept) >= options.limit:
             break
         conversation = reader.read(row, number)
+        if conversation is None:
+            continue
         demonstration = _tokenized(conversation, tokenizer, options, path, number)
         if demonstration.length > max_length:
             counts[f"rows of more than data.max_length={max_length} tokens are left out"] += 1
@@ -142,7 +143,7 @@ def load_demonstrations(
         else:
             counts[_EARLIER_TURNS] += conversation.earlier_turns > 0
             kept.append(demonstration)
-    reader.report()
+    reader.rows.report()
     for what, count in counts.items():
         if count:
             logger.warning("%s: %d %s", path, count, what)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
+from megatron_dcpo.data.labels import kind_of_row
 from megatron_dcpo.errors import UserError, did_you_mean, one_line, pip_install
 from megatron_dcpo.runtime.brought import HASH_SEED, REASONING_GYM
 from megatron_dcpo.runtime.text import parse_json
@@ -119,6 +120,13 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
         last_line = done.stderr.strip().rpartition("\n")[2]
         raise UserError(f"{path}: {one_line(last_line, 500)}")
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def problem_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row of :func:`gym_rows` is by the names of the schema; its other columns are
+    its scorer's.
+    """
+    return {"problem": row["problem"], "answer": row["answer"], "kind": kind_of_row(row)}
 
 
 @functools.cache

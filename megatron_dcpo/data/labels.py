@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
-ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
 KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 LONGEST_LABEL = 100  # characters
-_NO_LABELS = frozenset({*PROBLEM_COLUMNS, *ANSWER_COLUMNS})
+_NO_LABELS = frozenset({"problem", "question", "prompt", "answer", "ground_truth", "final_answer"})
 _EPOCH = re.compile(r"@\d+\Z")  # what with_epoch appends
 
 Row = Mapping[str, Any]
@@ -20,7 +18,11 @@ def kind_of_row(row: Row) -> str | None:
     """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or
     whole number.
     """
-    value = next((row[name] for name in KIND_COLUMNS if name in row), None)
+    return as_kind(next((row[name] for name in KIND_COLUMNS if name in row), None))
+
+
+def as_kind(value: object) -> str | None:
+    """Return a value as the name of a kind; None if it is no text or whole number."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return str(value)[:LONGEST_LABEL]

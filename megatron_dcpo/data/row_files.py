@@ -261,6 +261,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 if names.count(name) > 1:
                     raise UserError(f"{path}: two columns are called {name!r:.60}; rename one")
             for values in lines:
+                if len(names) == 1 and ";" in names[0]:
+                    raise UserError(f"{path}: its columns are separated by ; write commas")
                 if values and len(values) != len(names):
                     columns = f"{len(values)} values for {len(names)} columns"
                     raise UserError(

@@ -20,6 +20,7 @@ from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.data.benchmarks import BENCHMARKS, parse_specs, path_in
 from megatron_dcpo.data.problem_kinds import check_kinds
 from megatron_dcpo.data.prompts import find_template
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     AnswerJudge,
@@ -369,7 +370,9 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
         options.benchmark_list,
         config.judging,
         sources=config.data.sources,
-        columns=config.data.columns,
+        reading=RowOptions(
+            columns=config.data.columns, row=config.data.row, unread=config.data.unread
+        ),
     )
 
 

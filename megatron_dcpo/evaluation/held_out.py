@@ -13,6 +13,7 @@ from megatron_dcpo.config import Config, SourceConfig, ValidationConfig
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.data.datasets import PromptOptions, render_prompts
 from megatron_dcpo.data.problem_kinds import check_kinds
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.headline import METRICS, parts
@@ -146,7 +147,9 @@ def load_held_out(
         options.benchmark_list,
         config.judging,
         sources=sources,
-        columns=config.data.columns,
+        reading=RowOptions(
+            columns=config.data.columns, row=config.data.row, unread=config.data.unread
+        ),
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:

@@ -18,7 +18,8 @@ from megatron_dcpo.data.benchmarks import (
     parse_specs,
     path_in,
 )
-from megatron_dcpo.data.datasets import NO_COLUMNS, Record
+from megatron_dcpo.data.datasets import Record
+from megatron_dcpo.data.row_reader import PLAIN, RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent
 from megatron_dcpo.judging.judge import judge_many
@@ -79,10 +80,10 @@ def load_problems(
     benchmarks: str,
     judging: JudgingConfig,
     sources: Sequence[SourceConfig] = (),
-    columns: Mapping[str, str] = NO_COLUMNS,
+    reading: RowOptions = PLAIN,
 ) -> list[Problems]:
-    """Load a list of benchmarks, separated by commas. ``columns`` are those of files that no source
-    matches.
+    """Load a list of benchmarks, separated by commas. ``reading`` says how the rows of files are
+    read that no source matches.
 
     Programs are judged by their tests, and Reasoning Gym's problems by its scorers. Other problems
     are judged by the verifier of the source in ``sources`` that matches the benchmark by name or
@@ -101,11 +102,11 @@ def load_problems(
     for name, spec in specs.items():
         source = source_of[name]
         named_verifiers[name] = _named_verifier(spec, source, judging)
-        benchmark = load_benchmark(
-            spec,
-            keep_columns=is_users(named_verifiers[name]),
-            columns=columns if source is None else source.columns,
-        )
+        of_source = reading
+        if source is not None:
+            of_source = replace(reading, columns=source.columns, row=source.row)
+        keeps_columns = is_users(named_verifiers[name])
+        benchmark = load_benchmark(spec, keep_columns=keeps_columns, reading=of_source)
         for warning in benchmark.warnings:
             logger.warning(warning)
         loaded.append(benchmark)

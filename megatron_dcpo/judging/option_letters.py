@@ -13,7 +13,7 @@ import string
 import unicodedata
 from collections.abc import Sequence
 
-from megatron_dcpo.data.question_rows import letter_index
+from megatron_dcpo.data.question_options import letter_index
 from megatron_dcpo.judging.math import latex
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 

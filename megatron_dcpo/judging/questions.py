@@ -8,7 +8,7 @@ r"""Decide whether the boxed answer to a question is right.
 - ``choice`` asks for the letter of the right option, or its text (``choices.py``).
 
 The accepted texts are those of the row's ``answer`` if that is a list or TriviaQA's object
-(``data.question_rows.accepted_texts``), or else the ground truth. A response without a box is
+(``data.answer_keys.accepted_texts``), or else the ground truth. A response without a box is
 wrong.
 """
 
@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.data.answer_keys import accepted_texts
 from megatron_dcpo.data.datasets import Record
-from megatron_dcpo.data.question_rows import accepted_texts, letter_index
+from megatron_dcpo.data.question_options import letter_index
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.abstention import normalize, without_articles, without_tex
 from megatron_dcpo.judging.answers import BOXED, Attempt, Outcome

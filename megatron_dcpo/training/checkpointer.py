@@ -99,8 +99,9 @@ class Identity:
                 )
         if saved["data"]["fingerprint"] != self.fingerprint:
             raise UserError(
-                f"{directory} was started with other prompts than data.path holds now (or they are "
-                "formatted differently); restore them to resume, or start another run_dir"
+                f"{directory} was started with other prompts than data.path holds now (or data.row "
+                "or data.template makes others of its rows); restore them to resume, or start "
+                "another run_dir"
             )
 
 

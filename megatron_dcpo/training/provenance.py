@@ -2,7 +2,8 @@
 changes, and what becomes of an earlier run there.
 
 ``run.json`` has an entry for every start and resumption: time, command line, version and commit,
-host, libraries, device, model and tokenizer by their digests, a model of the hub by its commit. A
+host, libraries, device, model, tokenizer and functions of ``data.row`` by their digests, a model of
+the hub by its commit. A
 configuration that differs from ``config.yaml`` leaves a dated copy of the old one.
 """
 
@@ -35,6 +36,7 @@ from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import (
     CONFIG,
     RUN,
@@ -132,7 +134,16 @@ def launch(
         "libraries": {name: version for name, version in libraries.items() if version},
         "model": model,
         "data": dict(counts or {}),
+        "row_functions": row_functions(config),
     }
+
+
+def row_functions(config: RunConfig) -> dict[str, str]:
+    """Return the digest of the file of each function that reads the rows of the data."""
+    data = getattr(config, "data", None)
+    sources = (data, *getattr(data, "sources", ()))
+    names = {str(getattr(source, "row", "")) for source in sources} - {""}
+    return {name: source_digest(name, "data.row") for name in sorted(names)}
 
 
 def source() -> tuple[str | None, bool | None]:

@@ -16,6 +16,7 @@ from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.data.prompts import without_box_request
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.source_verifiers import (
@@ -51,8 +52,13 @@ def load_sources(
             tokenizer,
             _prompt_options(config, source, date),
             task=None if isinstance(config.data.path, str) else name,
-            keep_columns=keeps_columns or bool(config.data.order),
-            columns=source.columns,
+            keep_columns=keeps_columns,
+            reading=RowOptions(
+                columns=source.columns,
+                row=source.row,
+                unread=config.data.unread,
+                order=config.data.order,
+            ),
         )
         prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)

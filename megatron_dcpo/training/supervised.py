@@ -33,6 +33,7 @@ from megatron_dcpo.config.supervised_sections import SupervisedConfig, supervise
 from megatron_dcpo.data.datasets import PromptOptions, in_epochs
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.data.prompts import find_template
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -416,6 +417,6 @@ def _load(
         path,
         tokenizer,
         options,
-        columns={str(ours): theirs for ours, theirs in data.columns.items()},
         max_length=min(data.max_length, arch.max_position_embeddings),
+        reading=RowOptions(columns=data.columns, row=data.row, unread=data.unread),
     )

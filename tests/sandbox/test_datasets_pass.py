@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.data.columns_of_tests import Untested
+from megatron_dcpo.data.code_problems import unpack_tests
+from megatron_dcpo.data.datasets import Loading, usable_rows
 from megatron_dcpo.sandbox.limits import CodeLimits
 from megatron_dcpo.sandbox.local import problem_of
 from megatron_dcpo.sandbox.program_judge import CodeVerdict, judge_programs
@@ -67,19 +67,11 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
     """Name, reference program, entry point and tests, as training and evaluation read them."""
     found = []
     for row in rows(path):
-        try:
-            problem = code_problem(row)
-        except Untested:
-            continue
-        assert problem is not None
-        found.append(
-            (
-                str(row["task_id"]),
-                str(reference_solution(row)),
-                str(problem.tests["entry_point"]),
-                problem.tests,
-            )
-        )
+        for record in usable_rows([(0, row)], Loading("code", str(path))).records:
+            assert record.tests is not None
+            tests = unpack_tests(record.tests)
+            solution = str(reference_solution(row))
+            found.append((str(row["task_id"]), solution, str(tests["entry_point"]), tests))
     return found
 
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.data import datasets, row_files
+from megatron_dcpo.data.answer_keys import final_answer
 from megatron_dcpo.data.datasets import (
     PromptOptions,
     draw_prompts,
-    final_answer,
     load_prompts,
     load_records,
 )
 from megatron_dcpo.data.labels import without_epoch
 from megatron_dcpo.data.row_files import read_rows
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 from tests.helpers.data import real, write
@@ -162,11 +163,13 @@ def test_a_column_that_says_something_is_read(tmp_path: Path, row: dict[str, obj
 def test_two_answers_are_refused_until_one_is_named(tmp_path: Path) -> None:
     row = {"problem": "1+1?", "answer": "I think \\boxed{3}", "ground_truth": "2"}
     path = write(tmp_path / "toy.jsonl", [row])
-    with pytest.raises(UserError, match=r"row 1 .*answer.*ground_truth.*data\.columns"):
+    with pytest.raises(UserError, match=r"row 1: .*answer.*ground_truth.*data\.columns"):
         load_records(path)
-    named = [load_records(path, columns={"answer": name})[0].answer for name in list(row)[1:]]
+    named = [
+        load_records(path, reading=RowOptions({"answer": name}))[0].answer for name in list(row)[1:]
+    ]
     assert named == ["3", "2"]
-    (kept,) = load_records(path, keep_columns=True, columns={"answer": "answer"})
+    (kept,) = load_records(path, keep_columns=True, reading=RowOptions({"answer": "answer"}))
     assert kept.row is not None
     assert kept.row["ground_truth"] == "2"
 
@@ -200,7 +203,7 @@ def test_two_answers_are_refused_until_one_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_final_answer(raw: object, integer: bool, expected: str) -> None:
-    assert datasets.final_answer(raw, integer) == expected
+    assert final_answer(raw, integer) == expected
 
 
 def test_json_array_gzip_and_line_separators_inside_strings(tmp_path: Path) -> None:
@@ -451,25 +454,6 @@ def test_an_image_of_nulls_is_none(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert len(load_records(path)) == 1
-
-
-def test_an_index_of_an_option_may_be_a_float(tmp_path: Path) -> None:
-    row = {"question": "2+2?", "options": ["3", "4"], "answer_index": 1.0}
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    assert load_records(path)[0].answer == "B"
-
-
-def test_other_columns_of_problems_are_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    row = {"problem": "1+1", "answer": "2", "solution": "1+1 is 2", "id": 1}
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in (row, {**row, "mood": "odd"})))
-    with caplog.at_level(logging.WARNING):
-        load_records(path)
-    (line,) = caplog.messages
-    assert "'mood' (1 rows, the first is row 2)" in line
 
 
 def test_the_epoch_of_a_drawn_prompt_comes_off_again() -> None:

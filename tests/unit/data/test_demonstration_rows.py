@@ -17,6 +17,7 @@ from megatron_dcpo.data import prompts
 from megatron_dcpo.data.chat_template import turn_end
 from megatron_dcpo.data.datasets import PromptOptions, load_prompts
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 
@@ -76,8 +77,8 @@ def load(tmp_path: Path, *rows: dict[str, Any], **other: Any) -> list[Demonstrat
         str(path),
         other.get("tokenizer", TOKENIZER),
         other.get("options", CHAT),
-        columns=other.get("columns", {}),
         max_length=1000,
+        reading=RowOptions(columns=other.get("columns", {})),
     )
 
 
@@ -112,12 +113,9 @@ def shown(*messages: tuple[str, str]) -> str:
             shown(("system", "S"), ("user", "2+2?")),
         ),
         ({"system": "S", **PAIR}, shown(("system", "S"), ("user", "2+2?"))),
-        ({"System_Prompt": "S", **PAIR}, shown(("system", "S"), ("user", "2+2?"))),
         ({"system": "S", "messages": [USER, ANSWER]}, shown(("system", "S"), ("user", "2+2?"))),
-        (
-            {"history": [["1+1?", "2"]], "system": "S", **PAIR},
-            shown(("system", "S"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")),
-        ),
+        ({**PAIR, "options": ["3", "4"]}, shown(("user", "2+2?\n\nA. 3\nB. 4"))),
+        ({**PAIR, "answer": "5"}, shown(("user", "2+2?"))),
         (
             {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
             shown(("user", "2+2?")),
@@ -126,7 +124,7 @@ def shown(*messages: tuple[str, str]) -> str:
         ({"messages": [USER, {**ANSWER, "finish_reason": "stop"}]}, shown(("user", "2+2?"))),
         ({"messages": repr([USER, ANSWER])}, shown(("user", "2+2?"))),
         ({"prompt": repr([USER]), "completion": json.dumps([ANSWER])}, shown(("user", "2+2?"))),
-        ({**PAIR, "tools": [], "image": None, "label": True}, shown(("user", "2+2?"))),
+        ({**PAIR, "tools": [], "image": None, "label": None}, shown(("user", "2+2?"))),
         (
             {"messages": [USER, {**ANSWER, "tool_calls": [], "name": None, "train": True}]},
             shown(("user", "2+2?")),
@@ -142,20 +140,26 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
 @pytest.mark.parametrize(
     ("row", "name"),
     [
-        ({**PAIR, "answer": "5"}, "answer"),
-        ({**PAIR, "question": "3+3?"}, "question"),
-        ({**PAIR, "options": ["3", "4"]}, "options"),
-        ({**PAIR, "A": "3", "B": "4", "label": "B"}, "options"),
+        ({**PAIR, "answer": "2 and 2 is 4"}, "answer"),
+        ({**PAIR, "completion": "5"}, "completion"),
+        ({**PAIR, "input": "3"}, "input"),
+        ({"instruction": "2+2?", "output": "4", "history": [["1?", "1"]]}, "history"),
+        ({**PAIR, "loss": 0}, "loss"),
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "response"),
+        (
+            {
+                "messages": [{"role": "system", "content": "<tools>[]</tools>"}, USER, ANSWER],
+                "tools": [TOOL],
+            },
+            "tools",
+        ),
         ({**PAIR, "images": ["x.png"]}, "images"),
-        ({**PAIR, "cot": "Two and two."}, "cot"),
         ({**PAIR, "functions": [TOOL]}, "functions"),
-        ({**PAIR, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ({**PAIR, "label": 1}, "label"),
         (
             {**PAIR, "system": "S", "messages": [{"role": "system", "content": "T"}, USER, ANSWER]},
             "system",
         ),
-        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "chosen"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "f"}}]}, "function_call"),
         ({"messages": [{**USER, "name": "Ann"}, ANSWER]}, "name"),
         ({"messages": [USER, {**ANSWER, "images": ["x"]}]}, "images"),
@@ -168,10 +172,7 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
         ({"prompt": "2+2?", "response": "4</s>"}, "</s>"),
         ({"prompt": "2+2?", "response": "4<|eot_id|>\n"}, "eot_id"),
         ({**PAIR, "image_url": "x.png"}, "image_url"),
-        ({**PAIR, "chat_history": [["1?", "1"]]}, "chat_history"),
-        ({**PAIR, "available_tools": [TOOL]}, "available_tools"),
         ({"messages": [USER, {**ANSWER, "learn": False}]}, "learn"),
-        ({"messages": [USER, {**ANSWER, "thought": "Two and two."}]}, "thought"),
         ({"messages": [{**USER, "image_url": "x.png"}, ANSWER]}, "image_url"),
         # Nemotron's column, which says whether the response thinks
         ({**PAIR, "reasoning": "on"}, "reasoning"),
@@ -198,8 +199,8 @@ def test_what_is_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str)
     [
         *({"messages": [USER, {**ANSWER, key: False}]} for key in ("train", "loss", "trainable")),
         *({"messages": [USER, {**ANSWER, key: 0}]} for key in ("weight", "loss_mask")),
-        {**PAIR, "label": False},
-        {**PAIR, "label": "False"},
+        {**PAIR, "weight": False},
+        {**PAIR, "weight": "False"},
     ],
 )
 def test_a_turn_that_is_not_to_be_trained_is_left_out(
@@ -215,44 +216,27 @@ def test_the_worked_solution_is_the_response(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = {"problem": "2+2?", "solution": "2 and 2: \\boxed{4}.", "answer": "4"}
-    with caplog.at_level(logging.WARNING):
-        (one,) = load(tmp_path, row)
+    with caplog.at_level(logging.INFO):
+        one, other = load(tmp_path, row, {**row, "solution": ""})
     assert texts(one)[1] == "2 and 2: \\boxed{4}.<|im_end|>"
-    assert any("answer" in message and "1 rows" in message for message in caplog.messages)
+    assert texts(other)[1] == "4<|im_end|>"
+    (line,) = caplog.messages
+    for part in ("solution -> response", "answer -> answer", "answer (50 %)"):
+        assert part in line
     (short,) = load(tmp_path, row, columns={"response": "answer"})
     assert texts(short)[1] == "4<|im_end|>"
 
 
-def test_responses_of_different_columns_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As in DeepScaleR, where some rows have an empty solution."""
-    rows = ({"problem": "2+2?", "solution": text, "answer": "4"} for text in ("It is 4.", "", ""))
-    with caplog.at_level(logging.WARNING):
-        load(tmp_path, *rows)
-    (line,) = (message for message in caplog.messages if "response: NAME" in message)
-    assert "solution (1 rows), answer (2 rows)" in line
-
-
-def test_other_columns_are_said_once_with_a_count(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        load(tmp_path, PAIR, {**PAIR, "mood": 1, "id": 2}, {**PAIR, "mood": 1, "is_correct": False})
-    (line,) = caplog.messages
-    assert all(part in line for part in ("'mood'", "2 rows", "row 2", "'is_correct'"))
-
-
 def test_columns_are_named_or_left_out_by_name(tmp_path: Path) -> None:
-    row = {**PAIR, "who": "S", "said": [["1+1?", "2"]], "why": "Two.", "system": "T"}
-    names = {"system": "who", "history": "said", "reasoning": "why"}
-    (one,) = load(tmp_path, row, columns=names)
-    before = (("system", "S"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"))
-    assert texts(one) == (shown(*before), "<think>\nTwo.\n</think>\n\n4<|im_end|>")
+    row = {**PAIR, "who": "S", "why": "Two.", "system": "T", "label": True}
+    (one,) = load(tmp_path, row, columns={"system": "who", "reasoning": "why", "weight": "label"})
+    prompt = shown(("system", "S"), ("user", "2+2?"))
+    assert texts(one) == (prompt, "<think>\nTwo.\n</think>\n\n4<|im_end|>")
     (one,) = load(
-        tmp_path, {**PAIR, "system": "T", "label": 3}, columns={"system": "", "label": ""}
+        tmp_path, {**PAIR, "system": "T", "weight": 3}, columns={"system": "", "weight": ""}
     )
     assert texts(one)[0] == shown(("user", "2+2?"))
+    assert set(one.weights.tolist()) == {1.0}
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -422,10 +406,6 @@ def prompt_of(tmp_path: Path, row: dict[str, Any], **other: Any) -> str:
         ({"conversations": [{"from": "human", "value": "2+2?"}]}, shown(("user", "2+2?"))),
         ({"problem": "2+2?", "system": "S"}, shown(("system", "S"), ("user", "2+2?"))),
         (
-            {"problem": "2+2?", "history": [["1?", "1"]]},
-            shown(("user", "1?"), ("assistant", "1"), ("user", "2+2?")),
-        ),
-        (
             {"prompt": [{**USER, "content": [{"type": "text", "text": "2+2?"}]}]},
             shown(("user", "2+2?")),
         ),
@@ -433,22 +413,12 @@ def prompt_of(tmp_path: Path, row: dict[str, Any], **other: Any) -> str:
         ({"prompt": json.dumps([{"id": 1, **USER}])}, shown(("user", "2+2?"))),
         ({"prompt": json.dumps([{"weight": None, **USER}])}, shown(("user", "2+2?"))),
         ({"prompt": json.dumps(json.dumps([USER]))}, shown(("user", "2+2?"))),
-        ({"problem": "2+2?", "system_message": "S"}, shown(("system", "S"), ("user", "2+2?"))),
         ({"problem": "2+2=4, so 2+2?", "input": "2+2"}, shown(("user", "2+2=4, so 2+2?"))),
         ({"problem": "(a role, from 1) 2+2?"}, shown(("user", "(a role, from 1) 2+2?"))),
     ],
 )
 def test_prompts_of_rl_are_chats_too(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
     assert prompt_of(tmp_path, {**row, "answer": "4"}) == prompt
-
-
-@pytest.mark.parametrize("name", ["text", "code", "query", "starter_code", "candidates"])
-def test_what_programs_have_is_counted_beside_a_question_without_tests(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        prompt_of(tmp_path, {"question": "Who ran?", name: "Bob ran.", "answer": "Bob"})
-    assert f"'{name}' (1 rows" in caplog.text
 
 
 def test_prompts_of_rl_list_their_tools(tmp_path: Path) -> None:
@@ -468,6 +438,7 @@ def test_prompts_of_rl_list_their_tools(tmp_path: Path) -> None:
         ({"prompt": "<|begin_of_text|>2+2?"}, "begin_of_text"),
         ({"prompt": json.dumps({"messages": [USER]})}, "messages"),
         ({"problem": "Translate to French.", "input": "cat"}, "'input'"),
+        ({"problem": "2+2?", "history": [["1?", "1"]]}, "'history'"),
     ],
 )
 def test_rows_of_rl_are_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:

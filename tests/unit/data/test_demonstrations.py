@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.tokens import load_tokenizer
 from tests.helpers.paths import QUICKSTART
@@ -32,8 +33,8 @@ def load(
         written(path / "rows.jsonl", *rows),
         TOKENIZER,
         options,
-        columns=other.get("columns", {}),
         max_length=other.get("max_length", 100),
+        reading=RowOptions(columns=other.get("columns", {})),
     )
 
 
@@ -71,10 +72,10 @@ def test_every_form_of_a_row_is_the_same_demonstration(tmp_path: Path, row: dict
 
 def test_columns_are_named(tmp_path: Path) -> None:
     row = {"a": "2*3=", "b": "6", "prompt": "no", "response": "no", "messages": "no"}
-    (one,) = load(tmp_path, row, columns={"prompt": "a", "response": "b"})
+    (one,) = load(tmp_path, row, columns={"problem": "a", "response": "b"})
     assert text(one.prompt.token_ids) == "2*3="
     with pytest.raises(UserError, match=r"row 1 .*'c'.*data\.columns"):
-        load(tmp_path, row, columns={"prompt": "c"})
+        load(tmp_path, row, columns={"problem": "c"})
 
 
 def test_spans_are_in_characters_and_the_last_one_counts(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from megatron_dcpo.config.supervised_sections import validate_supervised
 from megatron_dcpo.data.datasets import load_records, task_name
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.row_files import is_here, read_rows
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
+from megatron_dcpo.training.provenance import row_functions
 from megatron_dcpo.training.sources import contradictions, load_sources, trained_problems
 from megatron_dcpo.training.supervised import with_steps
 from megatron_dcpo.types import Prompt
@@ -179,7 +181,9 @@ def test_columns_of_a_training(tmp_path: Path) -> None:
 
 def test_a_named_answer_stands_for_that_of_verl(tmp_path: Path) -> None:
     verl = {"prompt": "1+2=", "reward_model": {"ground_truth": "9"}, "gold": "3"}
-    (record,) = load_records(write(tmp_path / "v.jsonl", verl), columns={"answer": "gold"})
+    (record,) = load_records(
+        write(tmp_path / "v.jsonl", verl), reading=RowOptions({"answer": "gold"})
+    )
     assert record.answer == "3"
 
 
@@ -205,7 +209,7 @@ def test_columns_of_sources(tmp_path: Path) -> None:
         ("{problem: qustion}", r"row 1.*'qustion'.*prompt, solution"),
         ("{answer: extra.shallow}", r"row 1.*'extra\.shallow'"),
         ("{probem: prompt}", r"data\.columns.*problem"),
-        ("{problem: ''}", r"data\.columns"),
+        ("{problem: ''}", r"row 1.*problem"),
     ],
 )
 def test_a_column_that_is_not_there_is_refused(columns: str, named: str, tmp_path: Path) -> None:
@@ -220,8 +224,8 @@ def test_columns_in_an_evaluation(tmp_path: Path) -> None:
     """A file that has them is read by them; one in our columns is read as it is."""
     trl = write(tmp_path / "trl.jsonl", TRL)
     ours = write(tmp_path / "ours.jsonl", row(7))
-    columns = {"problem": "prompt", "answer": "solution"}
-    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), columns=columns)
+    reading = RowOptions({"problem": "prompt", "answer": "solution"})
+    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), reading=reading)
     answers = [one.benchmark.records[0].answer for one in loaded]
     assert answers == ["3", "7"]
     training = tmp_path / "config.yaml"
@@ -342,3 +346,30 @@ def test_steps_of_supervised_training_go_on_through_further_passes() -> None:
     assert with_steps(config, examples=8).training.steps == 6
     config = validate_supervised({**values, "training": {"epochs": 3}})
     assert with_steps(config, examples=9).training.steps == 7
+
+
+ROWS = "def row(row):\n    return {'problem': row['q'], 'answer': row['a']} if row['a'] else None\n"
+
+
+def test_a_function_for_the_rows_of_a_source(tmp_path: Path) -> None:
+    (tmp_path / "my_rows.py").write_text(ROWS)
+    function = f"{tmp_path / 'my_rows.py'}:row"
+    odd = write(tmp_path / "odd.jsonl", {"q": "2+2=", "a": "4"}, {"q": "?", "a": ""})
+    plain = write(tmp_path / "plain.jsonl", row(7))
+    sources = f"data.path=[{{path: {odd}, row: '{function}'}}, {{path: {plain}}}]"
+    one, other = load_sources(config_of(tmp_path, sources), ByteTokenizer())  # type: ignore[arg-type]
+    assert [prompt.ground_truth for prompt in one.prompts] == ["4"]
+    assert [prompt.ground_truth for prompt in other.prompts] == ["7"]
+    config = config_of(tmp_path, f"data.path={odd}", f"data.row={function}")
+    (source,) = load_sources(config, ByteTokenizer())  # type: ignore[arg-type]
+    assert source.prompts[0].problem == "2+2="
+    assert set(row_functions(config)) == {function}
+    reading = RowOptions(row=function)
+    (loaded,) = load_problems(f"a={odd}", JudgingConfig(), reading=reading)
+    assert loaded.benchmark.records[0].answer == "4"
+    with pytest.raises(UserError, match=r"data.*columns"):
+        config_of(tmp_path, f"data.path={odd}", f"data.row={function}", "data.columns={answer: a}")
+    unread = write(tmp_path / "unread.jsonl", {**row(7), "x": 1})
+    refusing = config_of(tmp_path, f"data.path={unread}", "data.unread=refuse")
+    with pytest.raises(UserError, match=r"data\.unread.*x \(100 %\)"):
+        load_sources(refusing, ByteTokenizer())  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.benchmarks import load_benchmark
 from megatron_dcpo.data.datasets import Record, load_records
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.training.sources import load_sources
 from tests.helpers.paths import QUICKSTART
@@ -19,11 +19,11 @@ from tests.helpers.tokenizers import ByteTokenizer
 
 SQUAD = {
     "id": "5",
-    "title": "Normans",
     "context": "The Normans were in Normandy.\n",
     "question": "Where were the Normans?",
     "answers": {"text": ["Normandy", "in Normandy"], "answer_start": [20, 17]},
 }
+ANSWERS = {"answer": "answers.text"}
 SHOWN = "The Normans were in Normandy.\n\nWhere were the Normans?"
 PLAIN = {"question": "Who?", "answer": "Ann"}
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
@@ -34,12 +34,15 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def loaded(tmp_path: Path, *rows: dict[str, Any], **options: Any) -> list[Record]:
-    return load_records(write(tmp_path / "rows.jsonl", *rows), **options)
+def loaded(
+    tmp_path: Path, *rows: dict[str, Any], columns: dict[str, str] | None = None, **other: Any
+) -> list[Record]:
+    reading = RowOptions(columns=columns or {})
+    return load_records(write(tmp_path / "rows.jsonl", *rows), reading=reading, **other)
 
 
 def test_the_passage_is_before_the_question(tmp_path: Path) -> None:
-    (record,) = loaded(tmp_path, SQUAD, columns={"answer": "answers"})
+    (record,) = loaded(tmp_path, SQUAD, columns=ANSWERS)
     assert record.problem == SHOWN
     assert record.answer == "Normandy"
 
@@ -47,16 +50,14 @@ def test_the_passage_is_before_the_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({**PLAIN, "passage": "Ann did."}, "Ann did.\n\nWho?"),
-        ({**PLAIN, "Body": "Ann did."}, "Ann did.\n\nWho?"),
-        ({**PLAIN, "article": ["Ann did. ", "Bo not."]}, "Ann did.\n\nBo not.\n\nWho?"),
+        ({**PLAIN, "context": "Ann did."}, "Ann did.\n\nWho?"),
+        ({**PLAIN, "Context": "Ann did."}, "Ann did.\n\nWho?"),
+        ({**PLAIN, "context": ["Ann did. ", "Bo not."]}, "Ann did.\n\nBo not.\n\nWho?"),
         ({**PLAIN, "context": None}, "Who?"),
         ({**PLAIN, "context": " "}, "Who?"),
         ({**PLAIN, "context": float("nan")}, "Who?"),
         ({**PLAIN, "context": []}, "Who?"),
-        ({**PLAIN, "context": "A.", "passage": "A."}, "A.\n\nWho?"),
-        ({**PLAIN, "context": "A.", "passage": None}, "A.\n\nWho?"),
-        ({**PLAIN, "input": "A.", "instruction": "Who?"}, "Who?\nA."),
+        ({"answer": "Ann", "input": "A.", "instruction": "Who?"}, "Who?\nA."),
     ],
 )
 def test_known_columns(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_an_input_beside_a_question_is_refused_or_named(tmp_path: Path) -> None:
         loaded(tmp_path, row)
     (record,) = loaded(tmp_path, row, columns={"context": "input"})
     assert record.problem == "Ann did.\n\nWho?"
-    (record,) = loaded(tmp_path, row, columns={"input": ""})
+    (record,) = loaded(tmp_path, row, columns={"context": ""})
     assert record.problem == "Who?"
     (record,) = loaded(tmp_path, {**row, "question": "Who did in 'Ann did.'?"})
     assert record.problem == "Who did in 'Ann did.'?"
@@ -94,7 +95,7 @@ def test_messages_get_the_passage_in_the_last_one(tmp_path: Path) -> None:
 def test_options_stay_after_the_question(tmp_path: Path) -> None:
     """RACE's row: article, question, options, answer."""
     row = {"article": "Ann did.", "question": "Who?", "options": ["Bo", "Ann"]}
-    (record,) = loaded(tmp_path, {**row, "answer": "B"})
+    (record,) = loaded(tmp_path, {**row, "answer": "B"}, columns={"context": "article"})
     assert record.problem == "Ann did.\n\nWho?\n\nA. Bo\nB. Ann"
     assert (record.answer, record.form) == ("B", "choice")
 
@@ -123,10 +124,9 @@ def test_a_column_is_named_or_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({**PLAIN, "context": {"contexts": ["A."]}}, r"'context'"),
-        ({**PLAIN, "Context": [["Ann", ["did"]]]}, r"'Context'"),
-        ({**PLAIN, "context": 7}, r"'context'.*7"),
-        ({**PLAIN, "context": "A.", "table": "a | b"}, r"context, table"),
+        ({**PLAIN, "context": {"contexts": ["A."]}}, r"context"),
+        ({**PLAIN, "Context": [["Ann", ["did"]]]}, r"context"),
+        ({**PLAIN, "context": 7}, r"context.*7"),
     ],
 )
 def test_what_is_no_one_text_is_refused(row: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -145,42 +145,34 @@ def test_hotpotqa_is_asked_without_its_articles(tmp_path: Path) -> None:
     assert loaded(tmp_path, row)[0].problem == "Who?"
 
 
-def test_rows_with_an_image_are_dropped_aloud(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [
-        {**PLAIN, "image": None},
-        {**PLAIN, "images": []},
-        {**PLAIN, "image": {"bytes": "x", "path": None}},
-        {**PLAIN, "images": ["a.png"]},
-        {**PLAIN, "Audio": "a.wav"},
-    ]
-    with caplog.at_level(logging.WARNING):
-        records = loaded(tmp_path, *rows)
-    assert [record.index for record in records] == [0, 1]
-    assert "dropped 3 rows" in caplog.text
-    with pytest.raises(UserError, match=r"rows\.jsonl"):
-        loaded(tmp_path, rows[2])
+@pytest.mark.parametrize(
+    "media", [{"image": {"bytes": "x", "path": None}}, {"images": ["a.png"]}, {"Audio": "a.wav"}]
+)
+def test_rows_with_an_image_are_refused(tmp_path: Path, media: dict[str, Any]) -> None:
+    rows = [{**PLAIN, "image": None}, {**PLAIN, "images": []}, {**PLAIN, "image": False}]
+    assert len(loaded(tmp_path, *rows)) == 3
+    with pytest.raises(UserError, match=r"rows\.jsonl: row 2\b.*data\.row"):
+        loaded(tmp_path, PLAIN, {**PLAIN, **media})
 
 
 def test_training_and_benchmark_ask_the_same(tmp_path: Path) -> None:
     path = write(tmp_path / "squad.jsonl", SQUAD)
     overrides = [
         f"data.path={path}",
-        "data.columns={answer: answers}",
+        "data.columns={answer: answers.text}",
         "data.max_prompt_length=200",
         "judging.verifier=exact",
     ]
     config = load_config(QUICKSTART / "dcpo.yaml", overrides)
     (source,) = load_sources(config, ByteTokenizer())  # type: ignore[arg-type]
-    benchmark = load_benchmark(f"own={path}", columns=config.data.columns)
+    benchmark = load_benchmark(f"own={path}", reading=RowOptions(config.data.columns))
     assert source.prompts[0].problem == benchmark.records[0].problem == SHOWN
     left_out = load_config(QUICKSTART / "dcpo.yaml", [*overrides, "data.columns.context="])
     (source,) = load_sources(left_out, ByteTokenizer())  # type: ignore[arg-type]
     assert source.prompts[0].problem == SQUAD["question"]
 
 
-@pytest.mark.parametrize("override", ["data.columns={problem: ''}", "data.columns={contxt: a}"])
-def test_other_columns_need_a_name(override: str) -> None:
-    with pytest.raises(UserError, match=r"data\.columns"):
+@pytest.mark.parametrize("override", ["data.columns={contxt: a}", "data.row=rows.py"])
+def test_columns_have_names_of_the_schema(override: str) -> None:
+    with pytest.raises(UserError, match=override.partition("=")[0]):
         load_config(QUICKSTART / "dcpo.yaml", [override])

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.cli.judge import read_answer
-from megatron_dcpo.data.datasets import final_answer
+from megatron_dcpo.data.answer_keys import final_answer
 from megatron_dcpo.data.prompts import bare_problem, box_instruction
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.evaluation.report import render_report
