@@ -151,6 +151,21 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+def take_stream() -> None:
+    """Let vLLM put this process on a stream of its choice, which it does for good: before anything
+    of the trainer has been built on another one, which autograd would wait for in every backward
+    pass. Does nothing on the CPU, or without vLLM, whose absence is an error later.
+    """
+    if not capabilities().separate_memory or find_spec("vllm") is None:
+        return
+    check_release()
+    prepare_environment()
+    with preserve_process_state():
+        from vllm.utils.torch_utils import current_stream
+
+        current_stream()
+
+
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:
     """Put back what vLLM changes in its host: generators, thread count, environment."""
