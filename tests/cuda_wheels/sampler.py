@@ -1,7 +1,7 @@
 """The Triton kernels of vLLM's Model Runner V2, unchanged, run by Triton's interpreter on the CPU:
 what a GPU samples with, beside our output layer's log-probs and exact distributions.
 
-    python -m tests.cuda_wheels.sampler     prints one JSON object: of every kernel, what was compared
+    python -m tests.cuda_wheels.sampler     prints one JSON object: what was compared, by kernel
 
 Of vLLM only the kernels' own files are imported. What they import of the rest launches kernels and
 compiles them early; it is replaced here.
@@ -36,7 +36,7 @@ SAMPLES, TOKENS = 400, 24
 GPU = "vllm.v1.worker.gpu"
 
 
-# ------------------------------------------------------------------------ vLLM's files, by themselves
+# ---------------------------------------------------------------------- vLLM's files, by themselves
 class _Anything:
     def __init__(self, **names: object) -> None:
         self.__dict__.update(names)
