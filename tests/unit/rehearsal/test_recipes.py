@@ -1,0 +1,74 @@
+"""The shipped recipes of 8B to 70B models, rehearsed with a few of their layers on twice as many
+GPUs as their layout needs. All in the full suite, three in every one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.planning.plan import directory_of
+from megatron_dcpo.rehearsal.ranks import least_gpus, rehearse_job
+from tests.helpers.paths import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
+IN_EVERY_SUITE = (
+    "qwen3_8b/math/dcpo_thinking.yaml",
+    "qwen3_30b_a3b/math/dcpo.yaml",
+    "llama3.1_70b/math/dcpo_lora.yaml",
+)
+RECIPES = sorted(
+    str(file.relative_to(EXAMPLES))
+    for model in (
+        "qwen3_8b",
+        "qwen3_14b",
+        "qwen3_32b",
+        "qwen3_30b_a3b",
+        "llama3.1_8b",
+        "llama3.1_70b",
+    )
+    for file in (EXAMPLES / model).glob("*/*.yaml")
+    if file.parent.name in ("math", "code")
+)
+
+
+def shallow(recipe: str, directory: Path) -> Path:
+    """Write the configuration of the recipe's model with as few layers as show every stage."""
+    config = load_config(str(EXAMPLES / recipe))
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    model: dict[str, Any] = json.loads(
+        (directory_of(config.model.path) / "config.json").read_text()
+    )
+    layers = max(2, stages)
+    (directory / "config.json").write_text(
+        json.dumps({**model, "num_hidden_layers": layers, "max_window_layers": layers})
+    )
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=[] if recipe in IN_EVERY_SUITE else [pytest.mark.full])
+        for recipe in RECIPES
+    ],
+)
+def test_a_recipe_runs_through(recipe: str, tmp_path: Path) -> None:
+    overrides = [f"model.path={shallow(recipe, tmp_path)}"]
+    config = load_config(str(EXAMPLES / recipe), overrides)
+    gpus = 2 * least_gpus(config.parallel)
+    ranks = rehearse_job(str(EXAMPLES / recipe), overrides, config, gpus)
+    stages = {rank["stage"] for rank in ranks}
+    assert stages == set(range(config.parallel.pipeline_model_parallel_size))
+    for rank in ranks:
+        assert rank["phases"][-1]["name"] == "export"
+
+
+def test_the_three_are_shipped() -> None:
+    assert set(IN_EVERY_SUITE) <= set(RECIPES)
