@@ -174,6 +174,20 @@ class Response:
         """Return prompt id and index."""
         return self.prompt_id, self.sample_index
 
+    def sampled(self, values: np.ndarray) -> np.ndarray:
+        """Return those of the ``values`` [T, ...] of the response's tokens that belong to tokens
+        which the policy sampled. Every statistic of tokens is taken of these.
+        """
+        return values if self.loss_mask is None else values[self.loss_mask]
+
+    @property
+    def sampled_length(self) -> int:
+        """Return the number of tokens that the policy sampled; of a text without token ids, of its
+        log-probs.
+        """
+        tokens = self.token_ids if self.text is None else self.logprobs
+        return len(self.sampled(tokens))
+
     @property
     def parts(self) -> tuple[tuple[int, int, int], ...]:
         """Return of each of several segments the number of its tokens of context, and where it
@@ -225,6 +239,12 @@ class Judgement:
     # before the answer; None if the text's tokens are not known
     thinking_tokens: Count | None = 0
     thinking_characters: Count = 0  # of the text
+    sampled_tokens: Count | None = None  # of the ``length``; None: all
+
+    @property
+    def sampled_length(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return self.length if self.sampled_tokens is None else self.sampled_tokens
 
     @property
     def R(self) -> float:

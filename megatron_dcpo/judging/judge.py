@@ -100,6 +100,7 @@ def judge_many(
                 abstained=not outcome.correct and is_abstention(attempt.answer),
                 thinking_tokens=split.thinking,
                 thinking_characters=_characters(response, split),
+                sampled_tokens=None if response.loss_mask is None else response.sampled_length,
             )
         )
     return judgements

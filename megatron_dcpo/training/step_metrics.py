@@ -59,7 +59,7 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
     R_c = np.array([sample.R_c for sample in samples])
     mean_R_c = float(np.nanmean(R_c)) if np.isfinite(R_c).any() else math.nan
     without_answer = [not judgement.answered for judgement in judgements]
-    lengths = [len(sample.response_ids) for sample in samples]
+    lengths = [sample.response.sampled_length for sample in samples]
     truncated = [sample.response.finish_reason == "length" for sample in samples]
     return {
         "reward/accuracy": summary["accuracy"],
@@ -103,7 +103,7 @@ def update_metrics(
 
 def phase_metrics(samples: Sequence[TrainingSample], timers: Timers) -> dict[str, Any]:
     """Return seconds, memory and response tokens per second of the phases of a step."""
-    tokens = sum(len(sample.response_ids) for sample in samples)
+    tokens = sum(sample.response.sampled_length for sample in samples)
     metrics: dict[str, Any] = {}
     for phase in ("rollout", "train"):
         seconds = timers.seconds.get(phase)
