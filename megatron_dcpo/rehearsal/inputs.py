@@ -50,7 +50,9 @@ class InventedEngine:
     eos_token_ids = (0,)
     slot_steps = None
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tensor_model_parallel_size: int) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], tensor_model_parallel_size: int
+    ) -> None:
         self.weights_version = 0
         self.tensor_model_parallel_size = tensor_model_parallel_size
         self.shapes = dict(shapes)
@@ -64,7 +66,9 @@ class InventedEngine:
                 self._take(part)
         for name, numbers in self.received.items():
             if numbers * self.tensor_model_parallel_size < math.prod(self.shapes[name]):
-                raise RuntimeError(f"the engine got {numbers} numbers of {name} {self.shapes[name]}")
+                raise RuntimeError(
+                    f"the engine got {numbers} numbers of {name} {self.shapes[name]}"
+                )
         self.weights_version = version
 
     def _take(self, part: WeightSlice) -> None:

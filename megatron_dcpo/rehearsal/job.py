@@ -181,9 +181,7 @@ def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
     )
 
 
-def _last_stage(
-    config: Config, batch: Batch, topology: Topology
-) -> AbstractContextManager[object]:
+def _last_stage(config: Config, batch: Batch, topology: Topology) -> AbstractContextManager[object]:
     """Have the last pipeline stage say the log-probs of a batch to the others."""
     if topology.is_last_stage:
         return nullcontext()

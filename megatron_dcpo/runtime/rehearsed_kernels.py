@@ -54,17 +54,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, flops: float) -> tuple[Tensor, Tensor, Te
 
 
 @register_flop_formula(torch.ops.rehearsed.attention)
-def _forward_flops(
-    q: torch.Size, k: torch.Size, v: torch.Size, flops: float, **_: object
-) -> int:
+def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, flops: float, **_: object) -> int:
     """Two products, of queries with keys and of their scores with values."""
     return int(flops)
 
 
 @register_flop_formula(torch.ops.rehearsed.attention_backward)
-def _backward_flops(
-    q: torch.Size, k: torch.Size, v: torch.Size, flops: float, **_: object
-) -> int:
+def _backward_flops(q: torch.Size, k: torch.Size, v: torch.Size, flops: float, **_: object) -> int:
     """Five products, as the scores are computed again."""
     return int(2.5 * flops)
 

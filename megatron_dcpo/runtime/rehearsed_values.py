@@ -303,4 +303,6 @@ def _fill(output: Tensor, source: Tensor) -> None:
     if values is None or not values.numel() or output.numel() % values.numel():
         _set_value(output, None)
         return
-    into.view(-1, values.numel()).copy_(values.reshape(1, -1).expand(into.numel() // values.numel(), -1))
+    into.view(-1, values.numel()).copy_(
+        values.reshape(1, -1).expand(into.numel() // values.numel(), -1)
+    )

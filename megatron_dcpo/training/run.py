@@ -331,9 +331,7 @@ def build_reference(
     if optimizer.starting_policy is not None:
         return optimizer.starting_policy
     topology = optimizer.exported.topology
-    policy = build_policy(
-        config.model, config.parallel, topology, training=False, reader=reader
-    )
+    policy = build_policy(config.model, config.parallel, topology, training=False, reader=reader)
     return partial(_on_device, policy, on_host(policy))
 
 

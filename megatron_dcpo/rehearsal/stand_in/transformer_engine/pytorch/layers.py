@@ -198,9 +198,7 @@ class GroupedLinear(_Module):
     """
 
     @checked("GroupedLinear.__init__")
-    def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, **options: Any
-    ) -> None:
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__()
         self.num_gemms = num_gemms
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
