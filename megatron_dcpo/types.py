@@ -24,7 +24,6 @@ Copied = TypeVar("Copied")
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
-VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
 CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -166,7 +165,7 @@ class Response:
     verdict: Mapping[str, Any] | None = None
     # what was counted in the session of an agent, for the metrics
     counted: Mapping[str, float] | None = None
-    # why the session of an agent gave no response; without tokens, it is left out of its group
+    # why there is nothing to judge, or no judgement; the response is left out of its group
     failure: str | None = None
 
     @property
@@ -218,7 +217,7 @@ class Judgement:
     ``stated`` is then the number as written, such as 1.2, which the paper's released code used as
     it is (preset ``verl_compat``). ``answered`` says whether an answer begins in the reasoning
     block, after the thinking. ``answer`` is what was judged, the content of the box or the program;
-    ``category`` is how the program ended, or ``verifier_error``; ``logged`` is what a user's
+    ``category`` is how the program ended; ``logged`` is what a user's
     verifier returned.
     """
 

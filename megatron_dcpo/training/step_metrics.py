@@ -20,7 +20,7 @@ from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.trainer import UpdateStatistics
-from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
+from megatron_dcpo.types import BLOCKS, MALFORMED, Judgement, TrainingSample
 from megatron_dcpo.weights.arithmetic import sequence_flops
 
 LOSS_METRICS = {
@@ -189,23 +189,15 @@ def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> d
 
 
 def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return the share of errors among the responses that users' verifiers judged, and the means of
-    the numbers that the verifiers logged, ``verifier/score`` among them; nothing when no response
-    was judged by one.
+    """Return the means of the numbers that users' verifiers logged, ``verifier/score`` among them;
+    nothing when no response was judged by one.
     """
-    judged = [judgement for judgement in judgements if judgement.logged is not None]
-    if not judged:
-        return {}
     numbers: dict[str, list[float]] = {}
-    for judgement in judged:
+    for judgement in judgements:
         for name, value in (judgement.logged or {}).items():
             if isinstance(value, bool | int | float):
                 numbers.setdefault(f"verifier/{name}", []).append(float(value))
-    errors = [judgement.category == VERIFIER_ERROR for judgement in judged]
-    metrics = {"format/verifier_error": float(np.mean(errors))}
-    for name, values in numbers.items():
-        metrics[name] = float(np.mean(values))
-    return metrics
+    return {name: float(np.mean(values)) for name, values in numbers.items()}
 
 
 def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:

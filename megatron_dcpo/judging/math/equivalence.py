@@ -99,6 +99,18 @@ def _equivalent(answer: str, key: str) -> bool:
     key = answer_forms.without_base_ten(_undelimited(key))
     if answer == key:
         return bool(key)
+    by_form = _verdict_of_forms(answer, key)
+    if by_form is not None:
+        return by_form
+    given = words.measured(latex.spell_out(answer))
+    wanted = words.measured(latex.spell_out(key))
+    if words.differ(given, wanted):
+        return False
+    return _equal_values(given.number, wanted.number)
+
+
+def _verdict_of_forms(answer: str, key: str) -> bool | None:
+    """Return the verdict if what the answer or the key is decides: a name, a numeral, a set."""
     is_same_name = words.same_name(answer, key)
     if is_same_name is not None:
         return is_same_name
@@ -109,13 +121,11 @@ def _equivalent(answer: str, key: str) -> bool:
     if answer_numeral or key_numeral:
         return answer_numeral == key_numeral
     are_sets = {answer_forms.is_braced_set(answer), answer_forms.is_braced_set(key)}
-    if are_sets == {True, False}:
-        return False
-    given = words.measured(latex.spell_out(answer))
-    wanted = words.measured(latex.spell_out(key))
-    if words.differ(given, wanted):
-        return False
-    left, right = given.number, wanted.number
+    return False if are_sets == {True, False} else None
+
+
+def _equal_values(left: str, right: str) -> bool:
+    """Return whether two answers without units are equal."""
     if r"\pi" in left + right and latex.has_degrees(left) != latex.has_degrees(right):
         left = latex.degrees_to_radians(left)
         right = latex.degrees_to_radians(right)
@@ -141,7 +151,7 @@ def _is_false_equation(answer: str) -> bool:
     """Return whether an answer claims that different numbers are equal, as ``2+2=5`` and
     ``7\\approx 8`` do. Decimals may be rounded.
     """
-    from sympy import Expr
+    from sympy import Abs, Expr
 
     without_commas = _THOUSANDS.sub("", answer)
     for equation in without_commas.split(","):
@@ -153,10 +163,11 @@ def _is_false_equation(answer: str) -> bool:
                 continue
             parsed = _parse(f"\\boxed{{{side}}}", box_first=True)
             if parsed and isinstance(parsed[0], Expr) and not parsed[0].free_symbols:
-                values.append(complex(parsed[0].evalf(15)))
+                values.append(parsed[0].evalf(15))
                 tolerance = max(tolerance, float(answer_forms.last_place(side) or 0) * 0.51)
-        if any(abs(value - values[0]) > tolerance * max(1, abs(value)) for value in values):
-            return True
+        for value in values[1:]:
+            if Abs(value - values[0]) > tolerance * (1 + Abs(value)):
+                return True
     return False
 
 
@@ -322,6 +333,8 @@ def _undelimited(text: str) -> str:
     inner = text[1:-1]
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:
         text = inner.strip()
+    while text[:1] == "{" and text[-1:] == "}" and "{" not in text[1:-1].replace("\\{", ""):
+        text = text[1:-1].strip()
     delimited = text[:2] + text[-2:] in (r"\(\)", r"\[\]")
     if delimited and len(text) > 4 and text[:2] not in text[2:]:
         text = text[2:-2].strip()

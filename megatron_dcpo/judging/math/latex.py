@@ -130,8 +130,10 @@ _WRAPPERS = re.compile(
 # a font around a number; \mathbf{R} may be a set
 _FONTS = re.compile(rf"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|pmb|underline)\s*({_BRACES})")
 _BRACKETS_BY_NAME = {
-    **{r"\{": (r"\lbrace",), r"\}": (r"\rbrace",)},
-    **{"(": (r"\langle", r"\lparen"), ")": (r"\rangle", r"\rparen")},
+    r"\{": (r"\lbrace",),
+    r"\}": (r"\rbrace",),
+    "(": (r"\langle", r"\lparen"),
+    ")": (r"\rangle", r"\rparen"),
 }
 _INVISIBLE = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}")
 _PERCENT = re.compile(r"(?:\s|~)*(?:\\text\s*\{\s*percent\s*\}|(?<=[0-9} ])percent(?![A-Za-z]))")
@@ -139,7 +141,8 @@ _DESCENDS = re.compile(r">|\\(?:geq?|gt)(?:slant)?(?![A-Za-z])")
 _TURNED = {">": "<", r"\gt": "<", r"\ge": r"\le ", r"\geq": r"\le "}
 # what may stand before the only value of a box
 _LEADING = re.compile(
-    r"(?:\s*(?:\\text\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:?\s*\}|[Aa]nswer:|=|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)"
+    r"(?:\s*(?:\\text\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:?\s*\}|[Aa]nswer:|="
+    r"|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)"
     r"(?![A-Za-z])))+"
 )
 

@@ -29,9 +29,20 @@ _SPELLINGS = (
     "unit",
 )
 _LETTERS = {
-    **{"m": "meter", "g": "gram", "s": "second", "h": "hour", "l": "liter", "L": "liter"},
-    **{"N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "amp", "K": "kelvin"},
-    **{"F": "fahrenheit", "C": "celsius"},
+    "m": "meter",
+    "g": "gram",
+    "s": "second",
+    "h": "hour",
+    "l": "liter",
+    "L": "liter",
+    "N": "newton",
+    "J": "joule",
+    "W": "watt",
+    "V": "volt",
+    "A": "amp",
+    "K": "kelvin",
+    "F": "fahrenheit",
+    "C": "celsius",
 }
 _POWERS = {"square": "2", "sq": "2", "cubic": "3"}
 # of numbers, also with an s: they are no plurals of things
@@ -42,7 +53,9 @@ _NUMBER_WORD = re.compile(
 )
 _PLURAL = re.compile(r"[a-z]{2,}(?<![sui])s")  # and not loss, plus, axis
 _NO_PLURALS = re.compile(r"\w+wards|minus|always|perhaps|afterwards|news|sometimes|less")
-_SHORT = frozenset("am pm ad bc ce bce st nd rd th lac".split())  # bare, and no product
+_SHORT = frozenset(
+    ("am", "pm", "ad", "bc", "ce", "bce", "st", "nd", "rd", "th", "lac")
+)  # bare, and no product
 
 _TEXT = r"\\(?:text[a-z]*|mathrm|mbox|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _SPACE = r"\s+|~|\\[ ,;:!]"
@@ -53,19 +66,25 @@ _PIECE = re.compile(
 )
 _INNER = re.compile(r"\{(.*)\}", re.DOTALL)
 _INNER_PIECE = re.compile(r"[A-Za-z](?:[.'-]?[A-Za-z])*|/|\^\s*\{?\s*-?[1-3]")
+_LETTER = re.compile("[A-Za-z]")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _SPOKEN = re.compile(r"\\(?:text|textbf|textit|textrm|mbox)\s*\{([^{}]*)\}")
 # of the words between parts of an answer: they change no part
-_SILENT = frozenset(
-    "a all also an and any are both either for if is only or the to when where with".split()
-)
+_SILENT = {
+    *("all", "also", "an", "and", "any", "are", "both", "either", "for", "if", "is", "only", "or"),
+    *("the", "to", "when", "where", "with"),
+}
 
 _ALONE = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]\.?")
 _IN_TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{([^{}]*)\}")
-_NAMES = frozenset("infinity infty inf sqrt pi sin cos tan cot sec csc log ln exp".split())
+_NAMES = {
+    *("infinity", "infty", "inf", "sqrt", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "log"),
+    *("ln", "exp"),
+}
 _TRUTH = {"yes": "true", "true": "true", "no": "false", "false": "false"}
 _SPAN = re.compile(r"[0-9]+(?:\s*-+\s*[0-9]+)+|[0-9]{1,4}(?:/[0-9]{1,4}){2}")
 _TO = re.compile(r"\\text\{\s*to\s*\}|\bto\b|[\u2010-\u2015\u2212]")
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _MONTH = r"([A-Z][a-z]{2,8})\.?"
 _DAY = r"([0-9]{1,2})(?:st|nd|rd|th)?"
 _DATES = (
@@ -101,44 +120,44 @@ class Measured(NamedTuple):
 def measured(text: str) -> Measured:
     """Split an answer into what stands before its last words, and these. Linear in the length."""
     pieces = list(_PIECE.finditer(text))
-    words: list[str] = []  # from the last to the first
+    words: list[str] = []
     power = ""
     is_bare = False
     start = len(pieces)
     for index in range(len(pieces) - 1, -1, -1):
-        piece = pieces[index]
-        kind = piece.lastgroup
+        kind = pieces[index].lastgroup
+        named: list[str] = []
         if kind == "power" and not power:
-            power = piece[0].strip("^{} \t")
-            continue
-        if kind == "per" and words:
-            words.append("per")
-            continue
-        if kind == "space" or (piece[0] in ".," and start == len(pieces)):
-            continue
-        inner = ""
-        if kind == "text":
-            inner = _INNER.search(piece[0])[1]  # type: ignore[index]
-        elif kind == "word" and _is_behind(pieces, index):
-            inner = piece[0]
-            is_bare = True
-        named = _named(inner, power, in_text=kind == "text")
-        if not named:
-            break
-        words += named[::-1]
-        power = ""
-        start = index
+            power = pieces[index][0].strip("^{} \t")
+        elif kind == "per" and words:
+            words.insert(0, "per")
+        elif kind != "space" and not (start == len(pieces) and pieces[index][0] in ".,"):
+            named = _named_by(pieces, index, power)
+            if not named:
+                break
+            is_bare = is_bare or kind == "word"
+            words = named + words
+            power = ""
+            start = index
     while start and pieces[start - 1].lastgroup == "space":
         start -= 1
     number = "".join(piece[0] for piece in pieces[:start]).strip()
-    if not words or not number:
+    if not words or not number or (is_bare and _LETTER.search(_COMMAND.sub("", number))):
         return Measured(text)
-    if is_bare and re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", number)):
-        return Measured(text)
-    words.reverse()
     if all(_is_unit(word) for word in words):
         return Measured(number, unit=_product(words))
     return Measured(number, words=" ".join(words))
+
+
+def _named_by(pieces: list[re.Match[str]], index: int, power: str) -> list[str]:
+    """Return the words of a piece (:func:`_named`), none if it is neither text nor a bare word."""
+    piece = pieces[index]
+    if piece.lastgroup == "text":
+        inner = _INNER.search(piece[0])
+        assert inner is not None, "the pattern has braces"
+        return _named(inner[1], power, in_text=True)
+    is_word = piece.lastgroup == "word" and _is_behind(pieces, index)
+    return _named(piece[0], power, in_text=False) if is_word else []
 
 
 def _is_behind(pieces: list[re.Match[str]], index: int) -> bool:
@@ -230,8 +249,10 @@ def is_word(text: str) -> bool:
     plain = _IN_TEXT.sub(r"\1", text).strip()
     if _ALONE.fullmatch(plain) is None or plain.lower() in _NAMES:
         return False
-    if plain != text.strip():
+    if not _IN_TEXT.sub("", text).strip():
         return True
+    if plain != text.strip():
+        return False
     words = re.split("[ -]+", plain.rstrip("."))
     return any(_is_single_word(word) for word in words)
 
