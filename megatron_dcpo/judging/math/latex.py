@@ -159,6 +159,11 @@ def spell_out(text: str) -> str:
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
 
 
+def without_commands(text: str) -> str:
+    """Return the text without the names of commands."""
+    return re.sub(r"\\[A-Za-z]+", " ", text)
+
+
 def without_relation(text: str) -> str:
     r"""Return the text without the signs that it begins with: ``=4`` and ``\approx 4`` are 4."""
     match = _LEADING.match(text)
