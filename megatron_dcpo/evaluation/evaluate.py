@@ -83,8 +83,9 @@ def evaluate_benchmark(
 
     Responses are matched by prompt id and repeat, never by position, so that the samples do not
     depend on the order in which an engine finishes. Samples that ``log`` holds already are not
-    drawn again, and a response that could not be judged gives none. A new one is written to it as
-    soon as it is judged, even if the engine fails later. Raises :class:`UserError` if a server refuses too many prompts (``REFUSED_SHARE``).
+    drawn again. A new one is written to it as soon as it is judged, even if the engine fails later;
+    a response that could not be judged gives none. Raises :class:`UserError` if a server refuses
+    too many prompts (``REFUSED_SHARE``).
     """
     if not prompts:
         return []

@@ -260,7 +260,8 @@ class Sampler:
                 waiting=[group for group in groups if group.unfinished],
                 position=drawn.position + count,
             )
-            check_unjudged(*_unjudged(drawn), self.max_error_rate, f"step {step}")
+            unjudged, responses = _unjudged(drawn)
+            check_unjudged(unjudged, responses, self.max_error_rate, f"step {step}")
             if len(drawn.wanted) >= self.prompts_per_step:
                 break
         return drawn
