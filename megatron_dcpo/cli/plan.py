@@ -14,6 +14,7 @@ from megatron_dcpo.cli.config_file import add_config_arguments, load_config
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.config import Config
     from megatron_dcpo.planning.machine import Machine, Rates
 
 # what Machine and Rates take of the GPUs that --gpus N names
@@ -79,6 +80,12 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="print only the copy plan of a weight synchronization",
     )
+    shown.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run the job's own code once, at this size, on a device that does not exist; prints "
+        "its memory, traffic and waits, or the operation that does not fit",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -102,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
         return 0
     config = load_config(args.config, args.overrides)
+    if args.rehearse:
+        return _rehearse(args, config)
     from megatron_dcpo.planning.machine import this_machine
     from megatron_dcpo.planning.plan import architecture_of, as_dict, make_plan
 
@@ -130,11 +139,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
+def _rehearse(args: argparse.Namespace, config: Config) -> int:
+    """Rehearse the job of ``args.gpus``, or of as few as its layout needs."""
+    from megatron_dcpo.rehearsal.ranks import least_gpus, rehearse_job
+    from megatron_dcpo.rehearsal.report import report_lines
+
+    gpus = args.gpus or least_gpus(config.parallel)
+    ranks = rehearse_job(args.config, args.overrides, config, gpus)
+    print(json.dumps(ranks) if args.json else "\n".join(report_lines(ranks, gpus)))
+    return 0
+
+
 def _refuse_what_is_not_read(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option without effect on this plan."""
     if args.reshard:
         unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
         refuse_given(args, unread, "does not go with --reshard, which counts bytes alone")
+    if args.rehearse:
+        unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
+        refuse_given(args, unread, "does not go with --rehearse, which estimates nothing")
     if args.gpus is None:
         why = "goes with --gpus N; without it this machine is planned for"
         refuse_given(args, (*_OF_MACHINE, *_OF_RATES), why)

@@ -458,17 +458,25 @@ def architecture_of(path: str) -> Architecture:
     :class:`UserError` if there is neither, or if the weights in the directory are not those that
     its ``config.json`` describes.
     """
+    directory = directory_of(path)
+    arch = read_architecture(directory)
+    if hub.parse(path) is None and any(directory.glob("*.safetensors")):
+        from megatron_dcpo.weights.hf_checkpoint import HFReader  # imports torch
+
+        HFReader(path, arch).check(arch)
+    return arch
+
+
+def directory_of(path: str) -> Path:
+    """Return the directory with the ``config.json`` of a model directory, or of the public model of
+    that name. Raises :class:`UserError` if it cannot be had.
+    """
     model = hub.parse(path)
     if model is None:
-        arch = read_architecture(path)
-        if any(Path(path).glob("*.safetensors")):
-            from megatron_dcpo.weights.hf_checkpoint import HFReader  # imports torch
-
-            HFReader(path, arch).check(arch)
-        return arch
+        return Path(path)
     if (MODELS / model.repository).is_dir():
-        return read_architecture(MODELS / model.repository)
-    return read_architecture(_fetched(model))
+        return MODELS / model.repository
+    return _fetched(model)
 
 
 @functools.cache

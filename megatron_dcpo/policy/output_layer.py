@@ -272,13 +272,16 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Chunk]:
-    """Yield the logits of some rows at a time, all in the same buffer."""
+    """Yield the logits of some rows at a time, all in the same buffer. How many does not depend on
+    the padding, which not every tensor-parallel rank has: they reduce the same rows together.
+    """
     count = len(hidden)
     tokens = layer.tokens
+    columns = len(layer.weight)
     if capabilities().separate_memory:
-        size = LOGITS_AT_ONCE // len(tokens)
+        size = LOGITS_AT_ONCE // columns
     else:
-        size = max(CHUNK_ROWS, 4 * BLOCK_ELEMENTS // len(tokens))
+        size = max(CHUNK_ROWS, 4 * BLOCK_ELEMENTS // columns)
     size = max(1, min(count, size))
     edges = [*range(0, count, size), count]
     buffer = torch.empty(size, len(tokens), dtype=torch.float32, device=hidden.device)

@@ -23,7 +23,7 @@ CONFIDENCE_TOKENS = 8
 
 
 class InventedCheckpoint:
-    """The tensors of a model in Hugging Face's form, on the host, without values."""
+    """The tensors of a model in Hugging Face's form, on the host: zeros."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype) -> None:
         self._shapes = hf_shapes(arch)
@@ -39,7 +39,7 @@ class InventedCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return the whole tensor."""
-        return torch.empty(self._shapes[name], dtype=self._dtype)
+        return torch.zeros(self._shapes[name], dtype=self._dtype)
 
 
 class InventedEngine:

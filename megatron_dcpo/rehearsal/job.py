@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -26,7 +27,7 @@ from megatron_dcpo.rehearsal.inputs import (
     invented_samples,
     parameter_dtype,
 )
-from megatron_dcpo.rehearsal.ledger import Ledger, Phase
+from megatron_dcpo.rehearsal.ledger import OperationLedger, Phase
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.rehearsed_world import (
@@ -62,17 +63,27 @@ class Rehearsal:
     tokens: int
     phases: tuple[Phase, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rehearsal as plain data."""
+        return {
+            "rank": self.rank,
+            "stage": self.stage,
+            "batch": dataclasses.asdict(self.batch),
+            "tokens": self.tokens,
+            "phases": [phase.as_dict() for phase in self.phases],
+        }
+
 
 def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
     """Go through a step of ``config`` as ``rank``. Raises what the code raises: the first operation
     whose shapes, types or devices do not fit.
     """
-    ledger = Ledger(GPU if rank.on_gpu else "cpu")
+    ledger = OperationLedger(GPU if rank.on_gpu else "cpu")
     with rehearsed_world(rank, ledger.told):
         topology = distributed.initialize(config.parallel.sizes, seed=config.seed)
         ledger.groups = _names_of_groups()
         with ledger:
-            batch, tokens = _step(config, arch, topology, ledger)
+            batch, tokens = carry_out(config, arch, topology, ledger)
         stage = topology.pp_rank
     return Rehearsal(
         rank=rank.rank,
@@ -83,9 +94,13 @@ def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
     )
 
 
-def _step(
-    config: Config, arch: Architecture, topology: Topology, ledger: Ledger
+def carry_out(
+    config: Config, arch: Architecture, topology: Topology, ledger: OperationLedger
 ) -> tuple[Batch, int]:
+    """Go through the phases of a step, with an invented checkpoint, invented responses and an
+    invented engine; return the batch and the tokens of a micro-batch. Collective: on real ranks
+    the same phases are carried out with real tensors.
+    """
     method = build_method(config.objective)
     checkpoint = InventedCheckpoint(arch, parameter_dtype(config))
     with ledger.phase("model"):

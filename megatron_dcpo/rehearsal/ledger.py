@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -74,26 +75,25 @@ _OURSELVES = ("/megatron_dcpo/rehearsal/", "/megatron_dcpo/runtime/rehearsed_")
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor's storage: its bytes, and where it was made: the line of code, the module, and in a
-    backward pass the operation whose gradient is computed.
+    """A tensor's storage: its bytes, the line of code that made it, and ``of`` which module, or of
+    which operation's gradient, it is.
     """
 
     nbytes: int
     line: str
-    module: str = ""
-    gradient_of: str = ""
+    of: str = ""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Sent:
     """Collectives of one kind in one group: how many, and the bytes that this rank sends."""
 
     count: int = 0
     nbytes: int = 0
 
-    def plus(self, nbytes: int) -> Traffic:
+    def plus(self, nbytes: int) -> Sent:
         """Return the sum with one more collective."""
-        return Traffic(count=self.count + 1, nbytes=self.nbytes + nbytes)
+        return Sent(count=self.count + 1, nbytes=self.nbytes + nbytes)
 
 
 @dataclass
@@ -112,12 +112,29 @@ class Phase:
     peak: int = 0
     host: int = 0
     largest: list[Made] = field(default_factory=list)
-    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    traffic: dict[tuple[str, str], Sent] = field(default_factory=dict)
     flops: int = 0
     waits: Counter[str] = field(default_factory=Counter)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the phase as plain data."""
+        sent = [
+            {"group": group, "operation": operation, **asdict(traffic)}
+            for (group, operation), traffic in self.traffic.items()
+        ]
+        return {
+            "name": self.name,
+            "live": self.live,
+            "peak": self.peak,
+            "host": self.host,
+            "largest": [asdict(made) for made in self.largest],
+            "traffic": sent,
+            "flops": self.flops,
+            "waits": dict(self.waits),
+        }
 
-class Ledger(TorchDispatchMode):
+
+class OperationLedger(TorchDispatchMode):
     """Counts what happens inside ``with ledger``, phase by phase.
 
     ``device`` is the type of the device whose memory is counted; what is on another is the host's.
@@ -153,7 +170,7 @@ class Ledger(TorchDispatchMode):
         phase.largest = self._largest_at_peak()
         self._phase = Phase("between")
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> OperationLedger:
         self._resize = patch.object(torch.UntypedStorage, "resize_", self._resizing())
         self._resize.start()
         self._hooks = (
@@ -241,8 +258,9 @@ class Ledger(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            if storage._cdata in self._held:
-                self._set(storage._cdata, self._made(storage.nbytes()))
+            made = self._held.get(storage._cdata)
+            if made is not None:
+                self._set(storage._cdata, replace(made, nbytes=storage.nbytes()))
 
         return resized
 
@@ -250,12 +268,10 @@ class Ledger(TorchDispatchMode):
         if nbytes < LARGE:
             return Made(nbytes=nbytes, line="")
         node = torch._C._current_autograd_node()
-        return Made(
-            nbytes=nbytes,
-            line=_line(),
-            module=self._modules[-1] if self._modules else "",
-            gradient_of=node.name() if node is not None else "",
-        )
+        of = self._modules[-1] if self._modules else ""
+        if node is not None:
+            of = f"gradient of {node.name().removesuffix('Backward')}"
+        return Made(nbytes=nbytes, line=_line(), of=of)
 
     def _largest_at_peak(self) -> list[Made]:
         held = self._at_start
@@ -287,7 +303,7 @@ class Ledger(TorchDispatchMode):
         elif function in _ONCE_AROUND:
             nbytes = nbytes * others // (others + 1)
         key = (self._name_of(group), function._overloadpacket.__name__.strip("_"))
-        self._phase.traffic[key] = self._phase.traffic.get(key, Traffic()).plus(nbytes)
+        self._phase.traffic[key] = self._phase.traffic.get(key, Sent()).plus(nbytes)
 
     def _name_of(self, group: ProcessGroup) -> str:
         return self.groups.get(group.group_name, "all ranks")
@@ -313,11 +329,20 @@ def _buffer_bytes(function: Any, args: tuple[Any, ...]) -> int:  # noqa: ANN401
 
 def _line() -> str:
     """Return the innermost line of this package or of Megatron that is being executed."""
-    frame = sys._getframe(1)
+    return line_of(_frames(sys._getframe(1)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def line_of(frames: Iterable[FrameType]) -> str:
+    """Return the first of the lines ``frames`` that is this package's or Megatron's."""
+    for frame in frames:
         path = frame.f_code.co_filename
         if any(room in path for room in _ROOMS) and not any(here in path for here in _OURSELVES):
             start = max(path.rfind("megatron_dcpo/"), path.rfind("megatron/core/"))
             return f"{path[start:]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
     return ""

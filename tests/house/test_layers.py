@@ -30,6 +30,7 @@ LAYERS = (
     ("policy", "rollout", "conversion"),
     ("checkpoints", "planning", "evaluation"),
     ("training", "serving"),
+    ("rehearsal",),
     ("cli", "api"),
 )
 LAYER = {
@@ -37,7 +38,14 @@ LAYER = {
 }
 # where private names of torch and Megatron may stand
 FOREIGN = ("torch", "megatron")
-PRIVATE_NAMES = ("megatron_dcpo.runtime.megatron_private", "megatron_dcpo.runtime.megatron_on_cpu")
+PRIVATE_NAMES = (
+    "megatron_dcpo.runtime.megatron_private",
+    "megatron_dcpo.runtime.megatron_on_cpu",
+    "megatron_dcpo.runtime.rehearsed_world",
+    "megatron_dcpo.runtime.rehearsed_values",
+    "megatron_dcpo.runtime.rehearsed_kernels",
+    "megatron_dcpo.rehearsal.ledger",
+)
 PURE = ("data", "judging", "sandbox", "objectives", "calibration")
 
 
@@ -45,7 +53,12 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+# without the packages that stand for others, under whose names they are imported
+MODULES = {
+    module_name(path): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "stand_in" not in path.parts
+}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -202,7 +202,7 @@ class GroupedLinear(_Module):
         super().__init__()
         self.num_gemms = num_gemms
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
-        self.fp8 = self.fp8_calibration = False
+        self.fp8 = self.fp8_calibration = self.use_bias = False
         assert not options.get("bias"), "the stand-in has experts without biases"
         kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
         for number in range(num_gemms):

@@ -1,0 +1,99 @@
+"""A process for every kind of rank: process groups, and a device that Python registers, are a
+process's for good.
+
+``python -m megatron_dcpo.rehearsal.ranks RANK WORLD_SIZE CONFIG [OVERRIDE ...]`` rehearses one rank
+and writes what it did, or what stopped it, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.config import Config, ParallelConfig, load_config
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.planning.plan import architecture_of, directory_of
+from megatron_dcpo.runtime.rehearsed_world import Rank
+
+STAND_IN = Path(__file__).with_name("stand_in")
+
+
+class Stopped(UserError):
+    """The code of the job does not fit: a rank stopped at an operation."""
+
+
+def least_gpus(parallel: ParallelConfig) -> int:
+    """Return the number of ranks of the smallest job with this layout."""
+    of_stage = math.lcm(
+        parallel.tensor_model_parallel_size * parallel.context_parallel_size,
+        parallel.sizes.expert_ranks,
+    )
+    return of_stage * parallel.pipeline_model_parallel_size
+
+
+def rehearse_job(
+    file: str, overrides: Sequence[str], config: Config, gpus: int
+) -> list[dict[str, Any]]:
+    """Rehearse one rank of every pipeline stage of ``config``, which is ``file`` with
+    ``overrides``, in a job of ``gpus``. Raises :class:`Stopped`.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    ranks = [stage * gpus // stages for stage in range(stages)]
+    one = partial(_rehearse_in_process, file=file, overrides=overrides, gpus=gpus)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return list(pool.map(one, ranks))
+
+
+def _rehearse_in_process(
+    rank: int, file: str, overrides: Sequence[str], gpus: int
+) -> dict[str, Any]:
+    command = [sys.executable, "-m", __name__, str(rank), str(gpus), file, *overrides]
+    path = os.pathsep.join(filter(None, [str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise Stopped(
+            f"the rehearsal of rank {rank} ended with status {done.returncode}: "
+            f"{one_line(done.stderr[-2000:], 1500)}"
+        ) from None
+    if "stopped" in said:
+        raise Stopped(f"the rehearsal of rank {rank} of {gpus} stopped: {said['stopped']}")
+    return said
+
+
+def _main(rank: str, gpus: str, file: str, *overrides: str) -> None:
+    from megatron_dcpo.rehearsal.job import rehearse
+    from megatron_dcpo.rehearsal.ledger import line_of
+
+    config = load_config(file, overrides)
+    arch = architecture_of(config.model.path)
+    model = dataclasses.replace(config.model, path=str(directory_of(config.model.path)))
+    config = dataclasses.replace(config, model=model)
+    try:
+        done = rehearse(config, arch, Rank(rank=int(rank), world_size=int(gpus)))
+    except UserError as error:
+        print(json.dumps({"stopped": str(error)}))
+        return
+    except Exception as error:
+        where = line_of(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        traceback.print_exception(error)
+        what = one_line(f"{type(error).__name__}: {error}", 300)
+        print(json.dumps({"stopped": f"{what}, at {where}"}))
+        return
+    print(json.dumps(done.as_dict()))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
