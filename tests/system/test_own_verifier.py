@@ -84,7 +84,7 @@ def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(directory: Path)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert (
-        "judging.verifier: 32 of 32 responses (step 3) have no judgement, more than "
+        "32 of 32 responses (step 3) have no judgement, more than "
         "judging.max_error_rate=0.05" in last
     )
     assert last.endswith("saved after step 2; --resume auto continues run")
