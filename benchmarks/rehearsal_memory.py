@@ -121,9 +121,7 @@ def ranks_of(ranks: int, options: dict[str, Any]) -> list[Any]:
 
 def measurements() -> Iterator[Measurement]:
     """The worst ratio of the peaks of an update."""
-    ratios = {
-        name: (one["update"], other["update"]) for name, one, other in results()
-    }
+    ratios = {name: (one["update"], other["update"]) for name, one, other in results()}
     for bound, how, goal in ((max, "largest", 1.02), (min, "smallest", 0.98)):
         name, (one, other) = bound(ratios.items(), key=lambda item: item[1][0] / item[1][1])
         yield Measurement(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = "megatron-dcpo"
 
@@ -41,9 +42,9 @@ def metadata_of(package: metadata.Distribution) -> Path:
 
 def suits(requirement: Requirement, version: str) -> bool:
     """Return whether a version is in range; an image's torch is an alpha with a local part
-    (2.10.0a0+b558c986e8.nv25.11).
+    (2.10.0a0+b558c986e8.nv25.11), which counts as the release.
     """
-    return requirement.specifier.contains(version, prereleases=True)
+    return requirement.specifier.contains(Version(version).base_version)
 
 
 def wanted(

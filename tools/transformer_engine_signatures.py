@@ -4,7 +4,8 @@
     python tools/transformer_engine_signatures.py DIR/transformer_engine [--check]
 
 Reads the source (no GPU, nothing is imported) and writes ``signatures.json`` of the stand-in in
-``megatron_dcpo/rehearsal/stand_in``; ``--check`` compares and exits with 1 where the file says something else.
+``megatron_dcpo/rehearsal/stand_in``; ``--check`` compares and exits with 1 where the file says
+something else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import ast
 import json
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "megatron_dcpo/rehearsal/stand_in/transformer_engine/pytorch/signatures.json"
+TARGET = (
+    Path(__file__).parents[1]
+    / "megatron_dcpo/rehearsal/stand_in/transformer_engine/pytorch/signatures.json"
+)
 # name in the stand-in: file of the package, and class and function, or function
 PARTS = {
     "Linear.__init__": ("pytorch/module/linear.py", "Linear.__init__"),

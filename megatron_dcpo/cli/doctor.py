@@ -97,7 +97,7 @@ def examine() -> list[Finding]:
         return _light()
     from megatron_dcpo.runtime.device import backend, current_device
 
-    pins = _constraints()
+    pins = _constraints() | _torch_of_vllm()
     kept = _kept()
     here = TESTED.get(sys.version_info[:2], ())
     rows = []
@@ -207,6 +207,23 @@ def _kept() -> dict[str, str]:
         text = None
     lines = [line.partition("==") for line in (text or "").split()]
     return {name: version for name, _, version in lines}
+
+
+def _torch_of_vllm() -> dict[str, str]:
+    """Return the torch that the installed vLLM demands, since it is compiled against that one."""
+    from packaging.requirements import Requirement
+
+    demanded = {}
+    try:
+        requirements = importlib.metadata.requires("vllm") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    for text in requirements:
+        wanted = Requirement(text)
+        for clause in wanted.specifier:
+            if wanted.name == "torch" and clause.operator == "==":
+                demanded["torch"] = clause.version
+    return demanded
 
 
 def _constraints() -> dict[str, str]:

@@ -142,10 +142,12 @@ def run(args: argparse.Namespace) -> int:
 def _rehearse(args: argparse.Namespace, config: Config) -> int:
     """Rehearse the job of ``args.gpus``, or of as few as its layout needs."""
     from megatron_dcpo.rehearsal.ranks import least_gpus, rehearse_job
-    from megatron_dcpo.rehearsal.report import report_lines
+    from megatron_dcpo.rehearsal.rehearsal_lines import report_lines
 
     gpus = args.gpus or least_gpus(config.parallel)
     ranks = rehearse_job(args.config, args.overrides, config, gpus)
+    for phase in (phase for rank in ranks for phase in rank["phases"]):
+        del phase["calls"]  # which have been compared
     print(json.dumps(ranks) if args.json else "\n".join(report_lines(ranks, gpus)))
     return 0
 

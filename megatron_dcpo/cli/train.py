@@ -16,6 +16,7 @@ from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.config import Config
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -31,23 +32,41 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="with --dry-run: model and data may be elsewhere",
     )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="with --dry-run: then run the code of a step once on a device that does not exist, "
+        "for as few GPUs as the layout needs (dcpo plan --rehearse --gpus N takes another number)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
-        refuse_given(args, ["allow_missing"], "goes with --dry-run")
+        refuse_given(args, ["allow_missing", "rehearse"], "goes with --dry-run")
     prepare_process(args)
     config = load_config(args.config, overrides_of(args))
     if args.dry_run:
         from megatron_dcpo.training.dry_run import describe
 
         print_facts(describe(config, args.allow_missing), as_json=args.json)
+        if args.rehearse:
+            _rehearse(args, config)
         return 0
     from megatron_dcpo.training.loop import train
 
     carry_out(lambda: train(config), config.run_dir, as_json=args.json)
     return 0
+
+
+def _rehearse(args: argparse.Namespace, config: Config) -> None:
+    """Rehearse the job and print what it showed, on stderr if stdout has JSON."""
+    from megatron_dcpo.rehearsal.ranks import least_gpus, rehearse_job
+    from megatron_dcpo.rehearsal.rehearsal_lines import report_lines
+
+    gpus = least_gpus(config.parallel)
+    ranks = rehearse_job(args.config, overrides_of(args), config, gpus)
+    print("\n".join(report_lines(ranks, gpus)), file=sys.stderr if args.json else sys.stdout)
 
 
 # ------------------------------------------------------ what dcpo train and dcpo sft have in common

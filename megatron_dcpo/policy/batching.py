@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo.policy.context_parallel import slice_for_rank
+from megatron_dcpo.policy.context_parallel import places_of_rank, positions_of, tokens_of_rank
 from megatron_dcpo.policy.routing_replay import collate_experts
 from megatron_dcpo.runtime.device import capabilities, to_device
 from megatron_dcpo.types import MicroBatch, TokenSequence, TrainingSample
@@ -35,6 +35,15 @@ PER_TOKEN = {
     "old_logprobs": torch.float32,
     "ref_logprobs": torch.float32,
 }
+
+
+@dataclasses.dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's parameters of packed sequences, and their ``bounds`` on the host: a layer that
+    reads ``cu_seqlens_q`` waits for the device.
+    """
+
+    bounds: tuple[int, ...] = ()
 
 
 def sequence_length(sample: TrainingSample) -> int:
@@ -188,11 +197,9 @@ def collate(
     for batch, (rows, width) in zip(batches, sizes, strict=True):
         width = round_up(width, multiple_of)
         if packing:
-            micro_batch = _packed(batch, width, chunks)
+            micro_batch = _packed(batch, width, chunks, context_parallel)
         else:
-            micro_batch = _padded(batch, rows, width)
-        if cp_size > 1:
-            micro_batch = slice_for_rank(micro_batch, context_parallel)
+            micro_batch = _padded(batch, rows, width, context_parallel)
         if for_loss:
             micro_batch = dataclasses.replace(micro_batch, columns=_columns(batch))
         yield micro_batch
@@ -223,7 +230,9 @@ def _packed_size(samples: Sequence[TrainingSample], chunks: int) -> tuple[int, i
     return 1, max(chunks, sum(round_up(length, chunks) for length in lengths))
 
 
-def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBatch:
+def _padded(
+    samples: Sequence[TrainingSample], rows: int, width: int, context_parallel: tuple[int, int]
+) -> MicroBatch:
     """Return a micro-batch [rows, width], one sequence a row."""
     tokens = np.zeros((rows, width), np.int64)
     sequences = _sequences_of(samples)
@@ -232,11 +241,18 @@ def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBa
     offsets = [row * width for row in range(len(sequences))]
     positions = np.broadcast_to(np.arange(width), tokens.shape)
     return _micro_batch(
-        samples=samples, tokens=tokens, positions=positions, offsets=offsets, packed=None
+        samples=samples,
+        tokens=tokens,
+        positions=positions,
+        offsets=offsets,
+        packed=None,
+        context_parallel=context_parallel,
     )
 
 
-def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> MicroBatch:
+def _packed(
+    samples: Sequence[TrainingSample], total: int, chunks: int, context_parallel: tuple[int, int]
+) -> MicroBatch:
     """Return a micro-batch [1, total], one sequence after another, each padded to a multiple of
     ``chunks``.
     """
@@ -256,15 +272,21 @@ def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> Micro
         bounds.append(total)  # the padding is another sequence, to which nothing attends
     cu_seqlens = to_device(bounds, torch.int32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
-    params = PackedSeqParams(
+    params = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        bounds=tuple(bounds),
     )
     return _micro_batch(
-        samples=samples, tokens=tokens, positions=positions, offsets=offsets, packed=params
+        samples=samples,
+        tokens=tokens,
+        positions=positions,
+        offsets=offsets,
+        packed=params,
+        context_parallel=context_parallel,
     )
 
 
@@ -278,29 +300,44 @@ def _micro_batch(
     tokens: np.ndarray,
     positions: np.ndarray,
     offsets: Sequence[int],
-    packed: PackedSeqParams | None,
+    packed: PackedSequences | None,
+    context_parallel: tuple[int, int],
 ) -> MicroBatch:
     """Return the micro-batch of ``samples`` whose sequences begin at the ``offsets`` of the
-    flattened tokens.
+    flattened tokens; under context parallelism with the tokens of one rank.
     """
-    rows = [np.zeros(0, np.int64)]
+    pieces = [np.zeros(0, np.int64)]
     for sequence, offset in zip(_sequences_of(samples), offsets, strict=True):
-        rows.append(offset + sequence.places)
+        pieces.append(offset + sequence.places)
+    rows = np.concatenate(pieces)
     targets = [np.zeros(0, np.int64)]
     for sample in samples:
         targets.append(sample.response_ids)
     lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
     sequence_ids = np.repeat(np.arange(len(samples)), lengths)
     experts = collate_experts(samples, offsets, tokens.shape)
+    here = None
+    rank, size = context_parallel
+    if size > 1:
+        count, width = tokens.shape
+        bounds = packed.bounds if packed else range(0, (count + 1) * width, width)
+        order = positions_of(list(itertools.pairwise(bounds)), rank, size)
+        rows = places_of_rank(rows, order, tokens.size)
+        here = np.flatnonzero(rows >= 0)
+        tokens = tokens_of_rank(tokens, order)
+        positions = tokens_of_rank(positions, order)
+        if experts is not None:
+            experts = tokens_of_rank(experts, order)
     return MicroBatch(
         tokens=to_device(tokens),
         position_ids=to_device(positions),
         packed_seq_params=packed,
-        rows=to_device(np.concatenate(rows)),
+        rows=to_device(rows),
         targets=to_device(np.concatenate(targets)),
         sequence_ids=to_device(sequence_ids),
         samples=tuple(samples),
         R=to_device([sample.R for sample in samples], torch.float32),
         columns={},
+        here=None if here is None else to_device(here),
         experts=None if experts is None else to_device(experts),
     )

@@ -9,8 +9,6 @@ ranks that have the tokens, and DDP sums the parameters' gradients.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +18,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, NestedIOFunction
 
-from megatron_dcpo.types import MicroBatch, TokenOutputs
+from megatron_dcpo.runtime.device import to_device
+from megatron_dcpo.types import TokenOutputs
 
 
 def positions_of(bounds: Sequence[tuple[int, int]], rank: int, size: int) -> np.ndarray:
@@ -45,7 +44,7 @@ def gather_keys_and_values(
     size = group.size()
     both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
     order = np.concatenate([positions_of(bounds, rank, size) for rank in range(size)])
-    by_position = torch.from_numpy(np.argsort(order)).to(both.device)
+    by_position = to_device(np.argsort(order))
     both = both.index_select(0, by_position)
     keys, values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     return keys, values
@@ -83,30 +82,18 @@ def gather_over_context_parallel(
     )
 
 
-def slice_for_rank(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
-    """Return a micro-batch with the tokens of one context-parallel rank. ``context_parallel`` is
-    its rank and the size of the group.
+def tokens_of_rank(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return the tokens at the positions ``order`` of the flattened batch, [b, s / CP, ...] of
+    ``values`` [b, s, ...].
     """
-    rank, size = context_parallel
-    count, width = batch.tokens.shape
-    if batch.packed_seq_params is None:
-        ends = [row * width for row in range(count + 1)]
-    else:
-        ends = batch.packed_seq_params.cu_seqlens_q.tolist()
-    positions = positions_of(list(itertools.pairwise(ends)), rank, size)
-    order = torch.from_numpy(positions).to(batch.tokens.device)
-    # where each token of the whole batch is among this rank's; -1 if another rank has it
-    index = torch.full((count * width,), -1, device=order.device)
-    index.index_copy_(0, order, torch.arange(len(order), device=order.device))
-    rows = index[batch.rows]
-    experts = None
-    if batch.experts is not None:
-        experts = batch.experts.flatten(0, 1)[order].unflatten(0, (count, -1))
-    return dataclasses.replace(
-        batch,
-        tokens=batch.tokens.reshape(-1)[order].view(count, -1),
-        position_ids=batch.position_ids.reshape(-1)[order].view(count, -1),
-        rows=rows,
-        here=(rows >= 0).nonzero()[:, 0],
-        experts=experts,
-    )
+    per_token = values.shape[2:]
+    return values.reshape(-1, *per_token)[order].reshape(len(values), -1, *per_token)
+
+
+def places_of_rank(rows: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
+    """Return where the tokens ``rows`` of a flattened batch of ``count`` tokens are among those at
+    ``order``, -1 for a token that another rank has.
+    """
+    places = np.full(count, -1)
+    places[order] = np.arange(len(order))
+    return places[rows]

@@ -23,7 +23,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.errors import UserError, one_line, pip_install
+from megatron_dcpo.policy.batching import PackedSequences
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
 from megatron_dcpo.policy.norms import NormedResidual, NormOfKeys, NormOfQueries, RMSNorm
 from megatron_dcpo.policy.rotary import angles_of_layer, has_two_rotations, softmax_scale
@@ -114,17 +114,14 @@ class CausalAttention(MegatronModule):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Return [s, b, heads * d], or [t, heads * d] for packed sequences. The boundaries of
-        packed sequences are ``cu_seqlens_q`` int32 [sequences + 1].
-        """
+        """Return [s, b, heads * d], or [t, heads * d] for packed sequences."""
         size = self.config.context_parallel_size
         if packed_seq_params is None:
-            bounds = [0, len(query) * size]
+            sequences = [(0, len(query) * size)]
         else:
-            bounds = packed_seq_params.cu_seqlens_q.tolist()
-        sequences = list(itertools.pairwise(bounds))
+            sequences = list(itertools.pairwise(packed_seq_params.bounds))
         if size > 1:
             group = parallel_state.get_context_parallel_group()
             key, value = gather_keys_and_values(key, value, bounds=sequences, group=group)

@@ -5,7 +5,7 @@ of a rollout, and an engine that takes weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,15 +14,18 @@ from torch import Tensor
 
 from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config
+from megatron_dcpo.rollout.engine import Engine, PartialRollout
+from megatron_dcpo.rollout.sampling import Samples, SamplingConfig
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample
+from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes
 
 CONFIDENCE_TOKENS = 8
 
 
-class InventedCheckpoint:
+class InventedCheckpoint(HFReader):
     """The tensors of a model in Hugging Face's form, on the host: zeros."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype) -> None:
@@ -42,7 +45,7 @@ class InventedCheckpoint:
         return torch.zeros(self._shapes[name], dtype=self._dtype)
 
 
-class InventedEngine:
+class InventedEngine(Engine):
     """An engine that takes the weights which its rank keeps. Raises RuntimeError if a slice does
     not fit into the tensor that the engine has of that name, or if a part of one never came.
     """
@@ -57,6 +60,22 @@ class InventedEngine:
         self.tensor_model_parallel_size = tensor_model_parallel_size
         self.shapes = dict(shapes)
         self.received = dict.fromkeys(self.shapes, 0)
+
+    def stream(
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int = 0,
+        partial: PartialRollout | None = None,
+    ) -> Generator[list[Response], None, None]:
+        """Raise NotImplementedError: the responses of a rehearsal are invented."""
+        raise NotImplementedError("a rehearsal samples nothing")
+
+    def sleep(self) -> None:
+        """Do nothing: the engine's own memory is not rehearsed."""
+
+    def restart(self) -> None:
+        """Do nothing: the engine has no process."""
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Take all slices of a new version."""
@@ -89,7 +108,7 @@ def engine_of(arch: Architecture, config: Config) -> InventedEngine:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RehearsedBatch:
     """The responses of a rehearsed step.
 
     responses: those of one micro-batch on all data-parallel ranks.
@@ -103,7 +122,7 @@ class Batch:
     most_of_group: int
     updates: int
 
-    def least(self) -> Batch:
+    def least(self) -> RehearsedBatch:
         """Return the smallest batch of this kind."""
         return replace(self, micro_batches=self.rounds, updates=1)
 
@@ -120,7 +139,7 @@ class Batch:
         return self.updates * self.responses * self.micro_batches // self.group_size
 
 
-def invented_samples(config: Config, batch: Batch) -> list[TrainingSample]:
+def invented_samples(config: Config, batch: RehearsedBatch) -> list[TrainingSample]:
     """Return the judged responses of a batch, all of the longest prompt and response that the
     options allow. Every second response is right, and states a higher confidence.
     """

@@ -21,8 +21,8 @@ from megatron_dcpo.policy.batching import collate, round_up
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.rehearsal.inputs import (
-    Batch,
     InventedCheckpoint,
+    RehearsedBatch,
     engine_of,
     invented_samples,
     parameter_dtype,
@@ -50,6 +50,8 @@ from megatron_dcpo.types import TrainingSample
 from megatron_dcpo.weights.reshard import gather_full, plan_for
 from megatron_dcpo.weights.table import hf_shapes
 
+TENSOR_PARALLEL = "tensor parallel"  # the name of that group
+
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
@@ -59,7 +61,7 @@ class Rehearsal:
 
     rank: int
     stage: int
-    batch: Batch
+    batch: RehearsedBatch
     tokens: int
     phases: tuple[Phase, ...]
 
@@ -96,7 +98,7 @@ def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
 
 def carry_out(
     config: Config, arch: Architecture, topology: Topology, ledger: OperationLedger
-) -> tuple[Batch, int]:
+) -> tuple[RehearsedBatch, int]:
     """Go through the phases of a step, with an invented checkpoint, invented responses and an
     invented engine; return the batch and the tokens of a micro-batch. Collective: on real ranks
     the same phases are carried out with real tensors.
@@ -168,7 +170,7 @@ def _nothing() -> dict[str, object]:
     return {"seed": 0, "data": {}, "engine": {"weights_version": 1}, "parts": {}}
 
 
-def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
+def batch_to_rehearse(config: Config, topology: Topology) -> RehearsedBatch:
     """Return the least batch that shows all of a step: two updates if the job has several, and in
     each one micro-batch more than a stage of the pipeline ever has in flight, if the job has them.
     """
@@ -187,7 +189,7 @@ def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
         rounds = topology.pp_size
         count = 2 * topology.pp_size
     count = round_up(min(count, math.ceil(of_rank / in_one)), rounds)
-    return Batch(
+    return RehearsedBatch(
         responses=topology.dp_size * in_one,
         micro_batches=count,
         rounds=rounds,
@@ -196,7 +198,9 @@ def batch_to_rehearse(config: Config, topology: Topology) -> Batch:
     )
 
 
-def _last_stage(config: Config, batch: Batch, topology: Topology) -> AbstractContextManager[object]:
+def _last_stage(
+    config: Config, batch: RehearsedBatch, topology: Topology
+) -> AbstractContextManager[object]:
     """Have the last pipeline stage say the log-probs of a batch to the others."""
     if topology.is_last_stage:
         return nullcontext()
@@ -233,14 +237,15 @@ def _shape_between_stages(
 
 def _names_of_groups() -> dict[str, str]:
     """Return the names of the process groups, by torch's own."""
-    groups = {
-        "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
-        "context parallel": parallel_state.get_context_parallel_group(),
-        "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "experts": parallel_state.get_expert_model_parallel_group(),
-        "replicas of experts": parallel_state.get_expert_data_parallel_group(),
-        "embeddings": parallel_state.get_embedding_group(check_initialized=False),
-        "model": parallel_state.get_model_parallel_group(),
-    }
-    return {group.group_name: name for name, group in groups.items() if group is not None}
+    groups = (
+        (TENSOR_PARALLEL, parallel_state.get_tensor_model_parallel_group()),
+        ("pipeline", parallel_state.get_pipeline_model_parallel_group()),
+        ("context parallel", parallel_state.get_context_parallel_group()),
+        ("data parallel", parallel_state.get_data_parallel_group()),
+        ("data parallel", parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        ("experts", parallel_state.get_expert_model_parallel_group()),
+        ("replicas of experts", parallel_state.get_expert_data_parallel_group()),
+        ("embeddings", parallel_state.get_embedding_group(check_initialized=False)),
+        ("model", parallel_state.get_model_parallel_group()),
+    )
+    return {group.group_name: name for name, group in groups if group is not None}

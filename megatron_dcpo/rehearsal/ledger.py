@@ -1,5 +1,5 @@
-"""What the code does: the memory that it holds and where it was made, the collectives that it calls,
-the operations that it asks for, and how often it waits for the device.
+"""What the code does: the memory that it holds and where it was made, the collectives that it
+calls, the operations that it asks for, and how often it waits for the device.
 
 A ledger stands between the code and the tensors, real or fake, and sees every operation. Memory is
 that of the tensors' storages, without an allocator's rounding and fragmentation, and without what a
@@ -85,15 +85,15 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Collectives of one kind in one group: how many, and the bytes that this rank sends."""
 
     count: int = 0
     nbytes: int = 0
 
-    def plus(self, nbytes: int) -> Sent:
+    def plus(self, nbytes: int) -> SentBytes:
         """Return the sum with one more collective."""
-        return Sent(count=self.count + 1, nbytes=self.nbytes + nbytes)
+        return SentBytes(count=self.count + 1, nbytes=self.nbytes + nbytes)
 
 
 @dataclass
@@ -105,6 +105,7 @@ class Phase:
     largest: the largest storages on the device at the peak.
     traffic: by group and operation. flops: of matrix products and attention.
     waits: how often the host waited for the device's values, by line.
+    calls: by group, its collectives in their order: operation, bytes and line.
     """
 
     name: str
@@ -112,9 +113,10 @@ class Phase:
     peak: int = 0
     host: int = 0
     largest: list[Made] = field(default_factory=list)
-    traffic: dict[tuple[str, str], Sent] = field(default_factory=dict)
+    traffic: dict[tuple[str, str], SentBytes] = field(default_factory=dict)
     flops: int = 0
     waits: Counter[str] = field(default_factory=Counter)
+    calls: dict[str, list[str]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the phase as plain data."""
@@ -131,6 +133,7 @@ class Phase:
             "traffic": sent,
             "flops": self.flops,
             "waits": dict(self.waits),
+            "calls": self.calls,
         }
 
 
@@ -302,8 +305,14 @@ class OperationLedger(TorchDispatchMode):
             nbytes = 2 * nbytes * others // (others + 1)
         elif function in _ONCE_AROUND:
             nbytes = nbytes * others // (others + 1)
-        key = (self._name_of(group), function._overloadpacket.__name__.strip("_"))
-        self._phase.traffic[key] = self._phase.traffic.get(key, Sent()).plus(nbytes)
+        name = self._name_of(group)
+        operation = function._overloadpacket.__name__.strip("_")
+        whole = _buffer_bytes(function, args)
+        self._phase.calls.setdefault(name, []).append(
+            f"{operation} of {whole:,} bytes at {_line()}"
+        )
+        key = (name, operation)
+        self._phase.traffic[key] = self._phase.traffic.get(key, SentBytes()).plus(nbytes)
 
     def _name_of(self, group: ProcessGroup) -> str:
         return self.groups.get(group.group_name, "all ranks")

@@ -8,6 +8,7 @@ and writes what it did, or what stopped it, as one line of JSON.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -25,10 +26,11 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.planning.plan import architecture_of, directory_of
 from megatron_dcpo.runtime.rehearsed_world import Rank
 
+_TENSOR_PARALLEL = "tensor parallel"  # the group as job.py names it, which imports Megatron
 STAND_IN = Path(__file__).with_name("stand_in")
 
 
-class Stopped(UserError):
+class RehearsalError(UserError):
     """The code of the job does not fit: a rank stopped at an operation."""
 
 
@@ -44,14 +46,36 @@ def least_gpus(parallel: ParallelConfig) -> int:
 def rehearse_job(
     file: str, overrides: Sequence[str], config: Config, gpus: int
 ) -> list[dict[str, Any]]:
-    """Rehearse one rank of every pipeline stage of ``config``, which is ``file`` with
-    ``overrides``, in a job of ``gpus``. Raises :class:`Stopped`.
+    """Rehearse the first and the last tensor-parallel rank of every pipeline stage of ``config``,
+    which is ``file`` with ``overrides``, in a job of ``gpus``: the last one has the vocabulary's
+    padding. Raises :class:`RehearsalError`, also if the two would call different collectives.
     """
     stages = config.parallel.pipeline_model_parallel_size
-    ranks = [stage * gpus // stages for stage in range(stages)]
+    tensor = config.parallel.tensor_model_parallel_size
+    firsts = [stage * gpus // stages for stage in range(stages)]
+    ranks = sorted({rank for first in firsts for rank in (first, first + tensor - 1)})
     one = partial(_rehearse_in_process, file=file, overrides=overrides, gpus=gpus)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return list(pool.map(one, ranks))
+        done = list(pool.map(one, ranks))
+    for rank, other in itertools.pairwise(done):
+        if rank["stage"] == other["stage"]:
+            check_same_collectives(rank, other)
+    return done
+
+
+def check_same_collectives(rank: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raise :class:`RehearsalError` if two tensor-parallel ranks of a stage call different
+    collectives: on a device they would wait for each other, or read each other's memory.
+    """
+    for phase, of_other in zip(rank["phases"], other["phases"], strict=True):
+        calls = phase["calls"].get(_TENSOR_PARALLEL, [])
+        calls_of_other = of_other["calls"].get(_TENSOR_PARALLEL, [])
+        for number, (call, its) in enumerate(itertools.zip_longest(calls, calls_of_other), 1):
+            if call != its:
+                raise RehearsalError(
+                    f"{phase['name']}: the tensor-parallel ranks {rank['rank']} and "
+                    f"{other['rank']} call different collectives, the {number}th: {call}, and {its}"
+                )
 
 
 def _rehearse_in_process(
@@ -64,12 +88,12 @@ def _rehearse_in_process(
     try:
         said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise Stopped(
+        raise RehearsalError(
             f"the rehearsal of rank {rank} ended with status {done.returncode}: "
             f"{one_line(done.stderr[-2000:], 1500)}"
         ) from None
     if "stopped" in said:
-        raise Stopped(f"the rehearsal of rank {rank} of {gpus} stopped: {said['stopped']}")
+        raise RehearsalError(f"the rehearsal of rank {rank} of {gpus} stopped: {said['stopped']}")
     return said
 
 

@@ -1,5 +1,6 @@
-"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``. If it ends, it is started
-again; the run waits for it, sends it the weights, and continues.
+"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``. If it ends, or an update
+of its weights has failed, it is started again; the run waits for it, sends it the weights, and
+continues.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_dcpo.config.field_types import LOCAL
 from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine_options import EngineOptions
+from megatron_dcpo.rollout.server_link import BROKEN, weights_name
 from megatron_dcpo.rollout.vllm_host import cache_bytes
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head, host_memory_available
@@ -163,6 +165,8 @@ class EngineServer:
         self.log = log
         self.client = JsonClient(self.url, timeout=5.0, through_proxy=False)
         self.environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        # the trainer's: one hardware queue, also for the copies and broadcasts of vLLM
+        self.environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         self.cores: list[int] = []
         if capabilities().separate_memory:
             visible = os.environ.get(
@@ -201,13 +205,8 @@ class EngineServer:
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        if self.process is None:
-            return
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_SECONDS)
-        with contextlib.suppress(OSError):  # what it started
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process is not None:
+            self._end(self.process)
 
     def serve(self) -> int:
         """Wait for the signal that ends this process."""
@@ -233,13 +232,34 @@ class EngineServer:
                     "preexec_fn": signals.as_child(),
                 }  # ^C is for the ranks
                 self.process = subprocess.Popen(self.command, **how)
-            status = self.process.wait()
+            status = self._watch(self.process)
             if self.over.is_set() or not self.answers.is_set():
                 return
             signals.announce(
                 f"the engines' server ended with status {status} ({self.log}); it is started again"
             )
             self.over.wait(_PAUSE_SECONDS)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> int:
+        """Return the status with which the server ends; one that an update has broken is ended."""
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PAUSE_SECONDS)
+            if self.answers.is_set() and self._broken():
+                self._end(process)
+        return process.wait()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+        with contextlib.suppress(OSError):  # what it started
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def _broken(self) -> bool:
+        with contextlib.suppress(HttpError):
+            return weights_name(self.client.call("/weight_info")) == BROKEN
+        return False
 
     def _healthy(self) -> bool:
         with contextlib.suppress(HttpError):

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ RETURN_SECONDS = 900.0
 _NEWER_NAMES: dict[str | None, str] = {"fp8": "fp8_per_tensor"}
 # The statuses of a server that starts.
 _STARTING = (502, 503, 504)
+# The names of a server's weights that are no version. What vLLM leaves of an update that failed
+# inside a worker makes the next one write into tensors that its graphs do not read, without an
+# error, so that such a server has to be started again.
+_IN_UPDATE = "in an update"
+_WHOLE = "whole"  # an update was ended in order, with all tensors or with some of them
+BROKEN = "broken"
 
 
 class ServerLink:
@@ -105,12 +112,13 @@ class ServerLink:
             time.sleep(1.0)
 
     def wait_for_return(self, deadline: float) -> None:
-        """Wait until the server answers again, until ``deadline`` of the monotonic clock at most.
-        Raises :class:`UserError`.
+        """Wait until the server answers again, a broken one until it was started again; until
+        ``deadline`` of the monotonic clock at most. Raises :class:`UserError`.
         """
         while True:
             try:
                 self.call("/health")
+                self._check_not_broken()
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise UserError(
@@ -132,7 +140,7 @@ class ServerLink:
             needed = f"{needed} --quantization {quantization}"
         try:
             models = [str(row["id"]) for row in self.call("/v1/models")["data"]]
-            self.call("/weight_info")
+            self._check_engine_answers()
             info = self.call("/server_info?config_format=json")
         except (EngineError, LookupError, TypeError) as error:
             raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
@@ -154,20 +162,55 @@ class ServerLink:
             )
         self.model = models[0]
 
+    def _check_engine_answers(self) -> None:
+        """Raise :class:`UserError` if the server answers and its engine does not."""
+        try:
+            self.client.call("/weight_info", timeout=_ASK_SECONDS)
+        except HttpError as error:
+            if error.status is not None or error.unreachable:
+                raise EngineError(f"{self.url}/weight_info: {error}") from None
+            raise UserError(
+                f"rollout.endpoint: the engine of {self.url} does not answer ({error}): its "
+                "workers may wait for the weights of a run that has ended; start it again"
+            ) from None
+
     # --------------------------------------------------------------------------- which weights?
     def check_version(self, version: int) -> None:
         """Raise :class:`EngineError` if the server has other weights than ``version``."""
-        info = self.call("/weight_info")
-        served = info.get("weight_version") if isinstance(info, dict) else None
+        served = self._version()
         if served != str(version):
             raise EngineError(
                 f"{self.url} holds weights version {served}, not {version}: it was restarted"
             )
 
+    def begin_update(self) -> None:
+        """Call the weights incomplete from now on. Raises :class:`EngineError` if an update before
+        was broken off.
+        """
+        if self._version() == _IN_UPDATE:  # by a run that has ended
+            self.break_off()
+        self._check_not_broken()
+        self._name_weights(_IN_UPDATE)
+
+    def end_update(self) -> None:
+        """Say that nothing of an update is left in the server's workers."""
+        self._name_weights(_WHOLE)
+
+    def break_off(self) -> None:
+        """Say that an update failed inside the server. ``dcpo launch`` then starts it again."""
+        with suppress(EngineError):
+            self._name_weights(BROKEN)
+
     def reload(self, directory: Path) -> None:
         """Have the server read its weights from a Hugging Face directory."""
         arguments = {"weights_path": str(directory)}
-        self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        self.begin_update()
+        try:
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        except EngineError:
+            self.break_off()
+            raise
+        self.end_update()
 
     def adopt(self, version: int) -> None:
         """Have the server forget what the old weights computed, and call the new ones
@@ -179,7 +222,22 @@ class ServerLink:
             raise EngineError(
                 f"{self.url} did not clear its prefix cache: a request is still running"
             )
-        self.call("/update_weight_version", {"new_version": str(version)})
+        self._name_weights(str(version))
+
+    def _version(self) -> str | None:
+        return weights_name(self.call("/weight_info"))
+
+    def _name_weights(self, name: str) -> None:
+        self.call("/update_weight_version", {"new_version": name}, _ASK_SECONDS)
+
+    def _check_not_broken(self) -> None:
+        if self._version() == BROKEN:
+            raise EngineError(f"an update failed inside {self.url}; it has to be started again")
+
+
+def weights_name(info: Any) -> str | None:  # noqa: ANN401 - JSON of vLLM
+    """Return what ``/weight_info`` calls the weights: their version, or the state of an update."""
+    return info.get("weight_version") if isinstance(info, dict) else None
 
 
 def _quantization_of(info: Any) -> str | None:  # noqa: ANN401 - JSON of vLLM

@@ -53,7 +53,8 @@ _DECIDED = {
 }
 
 
-# The supported releases of vLLM, from which vllm_weights.py, vllm_engine.py and routing.py import.
+# The supported releases of vLLM, from which vllm_weights.py, vllm_engine.py and routing.py import;
+# the first one is for the torch that this release is tested with.
 SUPPORTED = ("0.32", "0.33")
 
 
@@ -67,7 +68,7 @@ def check_release() -> None:
                 raise UserError(
                     f"rollout.engine=vllm: {package} {found} is installed, supported is "
                     f"{' or '.join(SUPPORTED)}; "
-                    f"pip install '{package}=={SUPPORTED[-1]}.*', or take "
+                    f"pip install '{package}=={SUPPORTED[0]}.*', or take "
                     "rollout.engine=transformers"
                 )
 
@@ -148,6 +149,21 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not capabilities().separate_memory:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def take_stream() -> None:
+    """Let vLLM put this process on a stream of its choice, which it does for good: before anything
+    of the trainer has been built on another one, which autograd would wait for in every backward
+    pass. Does nothing on the CPU, or without vLLM, whose absence is an error later.
+    """
+    if not capabilities().separate_memory or find_spec("vllm") is None:
+        return
+    check_release()
+    prepare_environment()
+    with preserve_process_state():
+        from vllm.utils.torch_utils import current_stream
+
+        current_stream()
 
 
 @contextlib.contextmanager

@@ -395,12 +395,15 @@ class _Nccl:
             )
         self.server = server
         self.group: Any = None
+        self.begun = False
         self.sent = Sent()
 
     def begin(self) -> None:
         """Open the group, if it is not, and tell the server that tensors come."""
         if self.group is None:
             self.group = self._connected()
+        self.server.begin_update()
+        self.begun = True
         self.server.call("/start_weight_update", {})
 
     def send(self, told: Mapping[str, Any], messages: Sequence[Tensor]) -> None:
@@ -415,18 +418,27 @@ class _Nccl:
                 self.sent.add(message.nbytes)
             pending.result()
 
-    def finish(self) -> None:
-        """Tell the server that it has all tensors."""
-        self.server.call("/finish_weight_update", {})
+    def finish(self, timeout: float | None = None) -> None:
+        """Tell the server that there are no more tensors. A server in which anything failed refuses
+        that, and is broken then; it is asked once, because a second call may be accepted.
+        """
+        self.begun = False
+        try:
+            self.server.call("/finish_weight_update", {}, timeout)
+        except EngineError:
+            self.server.break_off()
+            raise
+        self.server.end_update()
 
     def give_up(self) -> None:
         """Leave the group, and a server that still answers without an update half begun."""
-        if self.group is None:
-            return
-        self.group.destroy()
-        self.group = None
+        if self.group is not None:
+            self.group.destroy()
+            self.group = None
         with suppress(EngineError):
-            self.server.call("/finish_weight_update", {}, _GIVE_UP_SECONDS)
+            if self.begun:
+                self.finish(_GIVE_UP_SECONDS)
+            self.server.call("/shutdown_weight_transfer_engine", {}, _GIVE_UP_SECONDS)
 
     def _connected(self) -> Any:  # noqa: ANN401 - a communicator of vLLM
         from vllm.distributed.weight_transfer.nccl_common import trainer_init

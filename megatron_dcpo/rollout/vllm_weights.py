@@ -6,7 +6,8 @@ GPU the kernels read these parameters, and nothing is copied a second time. The 
 layers for its kernels and drops the parameters that the loader filled. Such a layer gets its plain
 parameters back while its slices arrive, and then vLLM packs it again. So does a linear layer that
 vLLM quantizes to FP8 when it loads: when its slices have come, vLLM quantizes it, and copies the
-result to where its kernels read.
+result to where its kernels read. For one scale of a whole layer the ranks of an engine meet in a
+collective, so that waits for the next bucket, which comes when every rank has taken this one.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class _Layer:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
-        if self._is_fp8:
+        if self.is_fp8:
             self._open_beside_fp8(info)
             return
         packed = self.module.__dict__.pop("cpu_linear", None) is not None or self._packs_experts
@@ -196,7 +197,7 @@ class _Layer:
         nothing to do but for a layer in FP8: vLLM quantizes it and copies the result into what the
         kernels read.
         """
-        if self._is_fp8:
+        if self.is_fp8:
             _layerwise_process(self.module, get_layerwise_info(self.module))
             return
         method = getattr(self.module, "quant_method", None)
@@ -208,7 +209,7 @@ class _Layer:
         method.process_weights_after_loading(self.module)
 
     @property
-    def _is_fp8(self) -> bool:
+    def is_fp8(self) -> bool:
         return isinstance(getattr(self.module, "quant_method", None), _FP8)
 
     @property
@@ -251,6 +252,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 
     def start_weight_update(self) -> None:
         self._expected: _Expected | None = None
+        self._to_quantize: list[_Layer] = []
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -259,6 +261,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
     def receive_weights(self, update_info: _Update) -> None:
         if self._expected is None:
             self._expected = self._expect(update_info.arch)
+        self._quantize()
         self.model.load_weights(self._one_by_one(update_info, self._expected))
 
     def finish_weight_update(self) -> None:
@@ -272,10 +275,17 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                 f"the weights of {', '.join(incomplete[:4]) or 'all layers'} did not come "
                 "completely"
             )
+        self._quantize()
         self._expected = None
 
     def shutdown(self) -> None:
         """Do nothing."""
+
+    def _quantize(self) -> None:
+        """Let vLLM quantize the layers that are complete. Collective over the engine's ranks."""
+        for layer in self._to_quantize:
+            layer.close()
+        self._to_quantize.clear()
 
     def _expect(self, arch: Architecture) -> _Expected:
         size = self.parallel_config.tensor_parallel_size
@@ -340,7 +350,11 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                 )
             for layer in layers:
                 layer.missing -= piece.values.numel()
-                if not layer.missing:
+                if layer.missing:
+                    continue
+                if layer.is_fp8:
+                    self._to_quantize.append(layer)
+                else:
                     layer.close()
 
 

@@ -49,7 +49,10 @@ __all__ = [
 
 get_layout: Any = torch.serialization._get_layout  # type: ignore[attr-defined]
 ArchiveReader: Any = torch._C.PyTorchFileReader
-set_allocator_settings: Any = torch._C._accelerator_setAllocatorSettings  # type: ignore[attr-defined]
+# an NVIDIA image's alpha of torch 2.10 may have the older name alone
+set_allocator_settings: Any = getattr(
+    torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings
+)
 APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 SomeTensor = TypeVar("SomeTensor", bound=Tensor)
 

@@ -8,12 +8,10 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed  # declares the operations of ``c10d``
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed._tools import fake_collectives  # noqa: F401 - has most of them
 from torch.utils.flop_counter import register_flop_formula
-
 
 _COLLECTIVES = torch.library.Library("c10d", "IMPL", "Meta")
 
@@ -85,14 +83,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: object
 ) -> Tensor:
     """Stand in for ``F.scaled_dot_product_attention``, [b, heads, s, d]. A causal one looks at half
     of all pairs of queries and keys.
@@ -102,10 +93,10 @@ def attention(
             raise RuntimeError(f"attention of queries on {query.device} to {other.device}")
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise RuntimeError(f"attention of {query.dtype} to {key.dtype} and {value.dtype}")
-    if not enable_gqa and key.shape[1] != query.shape[1]:
+    if not options.get("enable_gqa") and key.shape[1] != query.shape[1]:
         raise RuntimeError(f"attention of {query.shape[1]} heads to {key.shape[1]}")
     pairs = math.prod(query.shape[:-1]) * key.shape[-2]
-    if is_causal:
+    if options.get("is_causal"):
         pairs //= 2
     flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
     out: Tensor = _Attention.apply(query, key, value, flops)

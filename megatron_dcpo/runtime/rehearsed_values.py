@@ -45,6 +45,10 @@ _LENGTH_FROM_VALUES = (
 )
 
 
+# operations that read rows by their numbers
+_INDEXED = (aten.index_select.default, aten.embedding.default)
+
+
 class RehearsedValues(TorchDispatchMode):
     """Keeps the values of numbers that follow from the host's, beside the tensors that stand for
     them.
@@ -60,11 +64,13 @@ class RehearsedValues(TorchDispatchMode):
         keywords = dict(keywords or {})
         if function is _DEVICE:
             return device_of(args[0])
+        if function in _INDEXED:
+            _check_indices(function, args)
         if function is aten._local_scalar_dense.default:
             return _scalar(args[0])
         real = _real_result(function, args, keywords)
         if function in _LENGTH_FROM_VALUES:
-            result = _of_real_length(function, args, keywords, real)
+            result: Any = _of_real_length(function, args, keywords, real)
         else:
             result = function(*args, **keywords)
         if function.namespace == "c10d":
@@ -271,6 +277,20 @@ def _as_rows(index: Tensor | None) -> Tensor | None:
     return index.new_empty(count, dtype=torch.int64)
 
 
+def _check_indices(function: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+    """Raise IndexError if an operation would read a row that is not there, which ends a process on
+    a GPU long after it.
+    """
+    rows = args[0].shape[0] if function is aten.embedding.default else args[0].shape[args[1]]
+    index = value_of(args[-1] if function is aten.index_select.default else args[1])
+    if index is None or not index.numel():
+        return
+    with no_dispatch():
+        least, most = (int(bound) for bound in index.aminmax())
+    if least < 0 or most >= rows:
+        raise IndexError(f"{function}: rows {least} to {most} of a tensor that has {rows}")
+
+
 def _dim(args: tuple[Any, ...]) -> int:
     return args[2] if len(args) > 2 else -1
 
@@ -303,6 +323,5 @@ def _fill(output: Tensor, source: Tensor) -> None:
     if values is None or not values.numel() or output.numel() % values.numel():
         _set_value(output, None)
         return
-    into.view(-1, values.numel()).copy_(
-        values.reshape(1, -1).expand(into.numel() // values.numel(), -1)
-    )
+    times = into.numel() // values.numel()
+    into.view(times, -1).copy_(values.reshape(1, -1).expand(times, -1))

@@ -88,7 +88,7 @@ def shapes_between_stages(shape: tuple[int, int, int]) -> Iterator[None]:
 
     def same_shape(
         _: object, sent_next: object, sent_previous: object, from_previous: bool, from_next: bool
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int] | None, list[int] | None]:
         return list(shape) if from_previous else None, list(shape) if from_next else None
 
     with patch.object(P2PCommunicator, "_communicate_shapes", same_shape):
@@ -141,7 +141,9 @@ def _tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     calls a kernel of the device.
     """
 
-    def tensor(data: object, *, device: object = None, **keywords: object) -> Tensor:
+    def tensor(
+        data: object, *, device: torch.device | str | None = None, **keywords: object
+    ) -> Tensor:
         made = make(data, **keywords)
         return made if device is None else made.to(device)
 

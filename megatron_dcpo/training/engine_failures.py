@@ -33,6 +33,23 @@ def raise_on_all_ranks(failure: str, collectives: Collectives, what: str) -> Non
     raise EngineError(f"rank {rank}: {reason}")
 
 
+def wait_for_all_ranks(name: str, rollouts: int, ranks: int) -> None:
+    """Return when all ``ranks`` have finished so many ``rollouts``, however long they take: a
+    collective would wait for parallel.distributed_timeout_minutes only, which is for one that hangs
+    (a rank that is lost is missed by its heartbeat).
+    """
+    if ranks == 1:
+        return
+    store = default_store()
+    key = f"engine/done/{name}"
+    finished = store.add(key, 1)
+    pause = 0.001
+    while finished < rollouts * ranks:
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+        finished = store.add(key, 0)
+
+
 def wait_for_engine_ranks(
     failure: str, rank: int, ranks_of_engine: Sequence[int], watch: Watchdog
 ) -> None:

@@ -4,6 +4,7 @@ yield theirs as :meth:`megatron_dcpo.rollout.Engine.stream` does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,12 +23,16 @@ from megatron_dcpo.runtime.watchdog import Watchdog
 from megatron_dcpo.training.engine_failures import (
     forget_rollout,
     raise_on_all_ranks,
+    wait_for_all_ranks,
     wait_for_engine_ranks,
 )
 from megatron_dcpo.types import Response
 
 # samples, sampling, step -> responses as they are finished
 Stream = Callable[[Samples, SamplingConfig, int], Generator[list[Response], None, None]]
+
+
+_NUMBERS = itertools.count()
 
 
 class Agents(Protocol):
@@ -85,6 +90,8 @@ class Generation:
         self.watch = watch
         self.agents = agents
         self.share = EngineShare.of(engine, collectives)
+        self.name = str(next(_NUMBERS))  # the same on all ranks
+        self.rollouts = 0
 
     def stream(
         self,
@@ -120,13 +127,17 @@ class Generation:
 
     def _raise_on_all_ranks(self, failure: str) -> None:
         rank = self.collectives.rank
+        ranks = len(self.collectives.ranks)
         share = self.share
+        self.rollouts += 1
         if share.ranks == 1:
+            wait_for_all_ranks(self.name, self.rollouts, ranks)
             raise_on_all_ranks(failure, self.collectives, "a rollout")
             return
         first = rank - share.rank_in_engine
         wait_for_engine_ranks(failure, rank, range(first, first + share.ranks), self.watch)
         try:
+            wait_for_all_ranks(self.name, self.rollouts, ranks)
             raise_on_all_ranks(failure, self.collectives, "a rollout")
         finally:
             forget_rollout(rank)

@@ -72,6 +72,7 @@ logger = logging.getLogger(__name__)
 
 # parts that some runs need
 _SERVER = "megatron_dcpo.rollout.vllm_server:ServerEngine"
+_TAKE_STREAM = "megatron_dcpo.rollout.vllm_host:take_stream"
 _ADAPTER = "megatron_dcpo.policy.adapter:build_adapter_optimizer"
 _AGENTS = "megatron_dcpo.training.agent_rollout:build_agent_rollout"
 _HELD_OUT = "megatron_dcpo.evaluation.held_out:load_held_out"
@@ -130,6 +131,7 @@ def build(config: Config) -> Iterator[Run]:
     watch = start_watch(directory, topology)
     timers = Timers(watch)
 
+    _let_vllm_choose_the_stream(config)
     policy = build_policy(config.model, config.parallel, topology, training=not config.frozen)
     ledger.put("weights", sum(p.nbytes for chunk in policy.gpt for p in chunk.parameters()))
     optimizer = build_optimizer(config, policy)
@@ -367,6 +369,17 @@ def build_updater(
 
 
 # ---------------------------------------------------------------------------- engine and rollouts
+def _let_vllm_choose_the_stream(config: Config) -> None:
+    """Do so before the policy is built, where vLLM will communicate in this process."""
+    rollout = config.rollout
+    if rollout.engine == "server":
+        communicates = rollout.weight_transfer == "nccl"
+    else:
+        communicates = rollout.engine != "transformers" and rollout.tensor_model_parallel_size > 1
+    if communicates:
+        load_part(_TAKE_STREAM)()
+
+
 def build_engine(
     config: Config, topology: Topology, held_out: HeldOutProblems | None = None
 ) -> Engine:

@@ -189,7 +189,7 @@ def export_slices(
         yield from bucket
 
 
-def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def gather_full(policy: Shards, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return the whole tensors of ``shapes``, on the CPU of every rank of the replica.
     Collective.
     """

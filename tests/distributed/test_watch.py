@@ -71,6 +71,12 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     assert json.loads((tmp_path / "rank00001.json").read_text())["phase"] == "done"
 
 
+def test_a_rollout_may_take_longer_than_a_collective_waits(tmp_path):
+    with ranks("uneven", tmp_path) as started:
+        outcomes = [process.communicate(timeout=180) for process in started]
+        assert all("ended well" in out for out, _ in outcomes), outcomes
+
+
 @pytest.mark.parametrize("scenario", full_only(("signalled", "late"), ("late",)))
 def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(scenario, tmp_path):
     with ranks(scenario, tmp_path) as started:

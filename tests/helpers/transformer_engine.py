@@ -1,4 +1,6 @@
-"""The stand-in for Transformer Engine (``megatron_dcpo/rehearsal/stand_in``) in processes of their own."""
+"""The stand-in for Transformer Engine (``megatron_dcpo/rehearsal/stand_in``) in processes of their
+own.
+"""
 
 from __future__ import annotations
 

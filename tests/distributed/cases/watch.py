@@ -7,13 +7,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dcpo.rollout.engine import SamplingConfig
 from megatron_dcpo.runtime import signals, watchdog
+from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Watchdog
+from megatron_dcpo.training.generation import Generation
 
 
 def run(options: dict[str, Any]) -> None:
@@ -39,6 +43,8 @@ def run(options: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
         if scenario == "engine":
             fail_alone(watching, rank)
+        if scenario == "uneven":
+            sample_unevenly(watching, rank)
         if scenario == "signalled":
             while not signals.stop_requested():
                 time.sleep(0.1)
@@ -47,6 +53,26 @@ def run(options: dict[str, Any]) -> None:
             time.sleep(8)  # the others have ended long before, and nobody misses them
     print("ended well", flush=True)
     dist.destroy_process_group()
+
+
+class Slow:
+    """An engine that takes longer than a collective waits."""
+
+    tensor_model_parallel_size = 1
+
+    def stream(self, *_: object) -> Any:
+        time.sleep(6)
+        yield []
+
+
+def sample_unevenly(watching: Watchdog, rank: int) -> None:
+    """One rank samples, twice; the others have nothing to do."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    generation = Generation(Slow(), Collectives(group), watching)  # type: ignore[arg-type]
+    for step in (1, 2):
+        samples: Any = [("prompt", 0)] if rank == 1 else []
+        for _ in generation.stream(samples, SamplingConfig(max_tokens=1), step):
+            pass
 
 
 def fail_alone(watching: Watchdog, rank: int) -> None:

@@ -70,6 +70,20 @@ def test_what_an_image_brought_stays(monkeypatch, kept):
     assert found["numpy"].ok is False, "it is missing"
 
 
+@pytest.mark.parametrize(("vllm", "torch"), [("0.32.0", "2.13.0"), ("0.33.0", "2.14.0")])
+def test_torch_is_the_one_that_vllm_demands(monkeypatch, vllm, torch):
+    demands = [f"torch=={torch}", f"zentorch=={torch}.1; extra == 'zen'"]
+    requires = importlib.metadata.requires
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: demands if name == "vllm" else requires(name)
+    )
+    for found in ("2.13.0+cu130", "2.14.0+cu130"):
+        monkeypatch.setattr(doctor, "_version", {"torch": found, "vllm": vllm}.get)
+        (finding,) = [one for one in examine() if one.name == "torch"]
+        assert finding.ok == found.startswith(torch)
+        assert finding.ok or f"torch=={torch}" in finding.advice
+
+
 def test_nothing_tells_to_install_this_project_from_an_index():
     """``pip install 'megatron-dcpo[gpu]'`` would look for it on PyPI."""
     files = [

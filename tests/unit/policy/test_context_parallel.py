@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dcpo.policy import batching
 from megatron_dcpo.policy.batching import collate
 from megatron_dcpo.policy.context_parallel import positions_of
+from megatron_dcpo.policy.layers import CausalAttention
 from tests.helpers.samples import bare
 
 LENGTHS = ((3, 9), (1, 1), (5, 20))
@@ -30,6 +33,24 @@ def cut(packing, size, multiple_of):
         for rank in range(size)
     ]
     return [dataclasses.replace(part, columns={"number": torch.arange(30)}) for part in parts]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_nothing_is_read_back_from_the_device(packing, monkeypatch):
+    """A tensor without values stands for one that is still on its way."""
+    monkeypatch.setattr(
+        batching, "to_device", lambda values, dtype=None: torch.tensor(values).to("meta", dtype)
+    )
+    (whole,) = cut(packing, 1, 1)
+    (part, _) = cut(packing, 2, 1)
+    assert (whole.rows.device.type, part.here.device.type) == ("meta", "meta")
+    if packing:
+        query = torch.randn(whole.tokens.shape[1], 2, 4)
+        attention = CausalAttention(
+            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2), 1
+        )
+        out = attention(query, query, query, packed_seq_params=whole.packed_seq_params)
+        assert out.shape == (len(query), 8)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -1,19 +1,23 @@
 """The cache of a vLLM engine that shares its host's memory, and how the lack of it is said; which
-vLLM is taken.
+vLLM is taken, and on which stream.
 """
 
+import sys
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_dcpo.architectures.config_json import read_architecture
+from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_host
 from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_host import cache_bytes, check_fp8_device, check_release
 from megatron_dcpo.runtime import device
-from tests.helpers.paths import REPOSITORY
+from megatron_dcpo.training import run as training_run
+from tests.helpers.paths import QUICKSTART, REPOSITORY
 
 ARCH = read_architecture(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
 TOKEN = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 groups of 128, bf16
@@ -96,6 +100,46 @@ def test_another_release_of_vllm_is_refused(monkeypatch):
     with pytest.raises(
         UserError,
         match=r"vllm 0\.34\.1 is installed, supported is 0\.32 or 0\.33; pip install "
-        r"'vllm==0\.33\.\*'",
+        r"'vllm==0\.32\.\*'",
     ):
         check_release()
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        (["rollout.engine=vllm", "rollout.tensor_model_parallel_size=2"], 1),
+        (["rollout.engine=vllm"], 0),
+        (["rollout.engine=transformers"], 0),
+        (["rollout.engine=server", "rollout.endpoint=http://h:1/v1"], 0),
+        (
+            [
+                "rollout.engine=server",
+                "rollout.endpoint=http://h:1/v1",
+                "rollout.weight_transfer=nccl",
+            ],
+            1,
+        ),
+    ],
+)
+def test_vllm_chooses_its_stream_before_the_policy_is_built(monkeypatch, options, taken):
+    chosen = []
+    for name in ("vllm", "vllm.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    torch_utils = ModuleType("vllm.utils.torch_utils")
+    torch_utils.current_stream = lambda: chosen.append("stream")
+    monkeypatch.setitem(sys.modules, "vllm.utils.torch_utils", torch_utils)
+    monkeypatch.setattr(vllm_host, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm_host, "capabilities", lambda: SimpleNamespace(separate_memory=True))
+
+    def build_policy(*_, **__):
+        raise RuntimeError(f"after {len(chosen)}")
+
+    monkeypatch.setattr(training_run, "build_policy", build_policy)
+    config = load_config(QUICKSTART / "dcpo.yaml", options)
+    monkeypatch.setattr(training_run, "read_inputs", lambda config: SimpleNamespace(sources=[]))
+    monkeypatch.setattr(training_run, "open_topology", lambda config: SimpleNamespace(rank=1))
+    monkeypatch.setattr(training_run, "start_watch", lambda *_: None)
+    monkeypatch.setattr(training_run, "_check_same_prompts", lambda sources: None)
+    with pytest.raises(RuntimeError, match=f"after {taken}"), training_run.build(config):
+        pass

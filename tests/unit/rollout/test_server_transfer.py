@@ -55,22 +55,48 @@ class Group:
 
 @dataclass
 class Server:
-    """vLLM's routes: what they were asked, and the weights that came of it."""
+    """vLLM's routes: what they were asked, and the weights that came of it. As its workers do, it
+    forgets an update that fails, and refuses to finish it then.
+    """
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     arrived: list[torch.Tensor] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     refuse: str = ""
+    version: str = "default"
+    in_update: bool = False
 
     def call(self, path: str, body: Any = None, **_: Any) -> Any:
-        if path == self.refuse:
-            raise HttpError("500: no such backend", 500)
+        self._follow(path, body)
         self.asked.append((path, body))
         return {
+            "/weight_info": {"weight_version": self.version},
             "/v1/models": {"data": [{"id": "m"}]},
             "/server_info?config_format=json": {"logprobs_mode": "processed_logprobs"},
             "/get_world_size": {"world_size": 2},
         }.get(path, {})
+
+    def _follow(self, path: str, body: Any) -> None:
+        """gpu_worker.py of vLLM 0.32 and 0.33."""
+        wants_update = path in ("/update_weights", "/finish_weight_update")
+        wants_none = path in ("/start_weight_update", "/shutdown_weight_transfer_engine")
+        if (wants_update and not self.in_update) or (wants_none and self.in_update):
+            raise HttpError("500: not in this state", 500)
+        if path == self.refuse:
+            if path == "/update_weights":
+                self.in_update = False
+            raise HttpError("500: no such backend", 500)
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            self.in_update = path == "/start_weight_update"
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+
+    def start_again(self) -> None:
+        self.asked.clear()
+        self.arrived.clear()
+        self.refuse = ""
+        self.version = "default"
+        self.in_update = False
 
     def trainer_init(self, info: dict[str, Any]) -> Group:
         self.groups.append(Group(self))
@@ -145,8 +171,10 @@ def test_the_server_gets_every_tensor_whole(server: Server, parts: int, per_buck
         ]
         first = ["/get_world_size", "/init_weight_transfer_engine"] if version == 1 else []
         after = [
+            "/update_weight_version",
             "/start_weight_update",
             "/finish_weight_update",
+            "/update_weight_version",
             "/reset_prefix_cache",
             "/update_weight_version",
         ]
@@ -234,26 +262,58 @@ def test_every_tensor_begins_where_its_type_can_be_read() -> None:
     assert all(torch.equal(came[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_server_that_fails_costs_the_others_their_group_and_no_update(
-    server: Server, second: Server
+@pytest.mark.parametrize(
+    "refuse", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+)
+def test_a_server_in_which_an_update_fails_is_used_when_it_was_started_again(
+    server: Server, second: Server, refuse: str
 ) -> None:
+    """The others lose their group and no update."""
     engine = ServerEngine([FIRST, SECOND], POLICY, None)
-    second.refuse = "/update_weights"
+    second.refuse = refuse
     with pytest.raises(EngineError, match=SECOND):
         engine.update_weights(cut(random_weights(), 2, 7), 1)
     for one in (server, second):
         assert [group.destroyed for group in one.groups] == [True]
-        assert one.asked[-1][0] == "/finish_weight_update", "no update is left open"
-    assert server.weights(), "what it was told of came completely"
-    for one in (server, second):
-        one.asked.clear()
-        one.arrived.clear()
+    assert (server.version, second.version) == ("whole", "broken")
+    assert not server.in_update
+    assert server.asked[-1][0] == "/shutdown_weight_transfer_engine"
     second.refuse = ""
+    with pytest.raises(EngineError, match=SECOND):
+        engine.update_weights(cut(random_weights(), 2, 7), 1)
+    with pytest.raises(UserError, match=SECOND):
+        engine.servers[1].wait_for_return(deadline=0.0)
+    second.start_again()
+    engine.restart()
+    server.asked.clear()
+    server.arrived.clear()
     weights = random_weights()
     engine.update_weights(cut(weights, 2, 7), 1)
     for one in (server, second):
-        assert len(one.groups) == 2
+        assert one.version == "1"
         assert torch.equal(one.weights()["model.norm.weight"], weights["model.norm.weight"])
+
+
+def test_an_update_of_a_run_that_was_killed_breaks_the_server(server: Server) -> None:
+    server.version = "in an update"
+    engine = ServerEngine([FIRST], POLICY, None)
+    with pytest.raises(EngineError, match=FIRST):
+        engine.update_weights(cut(random_weights(), 2, 7), 1)
+    assert (server.version, server.arrived) == ("broken", [])
+
+
+def test_an_engine_that_hangs_behind_its_server_is_named(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(self: Server, path: str, body: Any = None, **_: Any) -> Any:
+        if path == "/weight_info":
+            raise HttpError("the reply was not complete in time")
+        return call(self, path, body)
+
+    call = Server.call
+    monkeypatch.setattr(Server, "call", answer)
+    with pytest.raises(UserError, match=r"rollout\.endpoint.* start it again"):
+        ServerEngine([FIRST], POLICY, None)
 
 
 def test_every_server_reads_the_same_directory(
@@ -270,6 +330,7 @@ def test_every_server_reads_the_same_directory(
     with pytest.raises(EngineError, match=SECOND):
         engine.update_weights(cut(random_weights(), 2, 5), 2)
     assert engine.weights_version == 1
+    assert (server.version, second.version) == ("whole", "broken")
 
 
 def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) -> None:
@@ -323,9 +384,7 @@ def test_the_workers_are_told_of_the_group_that_the_trainer_opens(server: Server
     assert (told["master_address"], told["world_size"]) == ("127.0.0.1", 3)
 
 
-@pytest.mark.parametrize(
-    "refuse", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"]
-)
+@pytest.mark.parametrize("refuse", ["/init_weight_transfer_engine", "/update_weights"])
 def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
     server: Server, refuse: str
 ) -> None:
@@ -346,8 +405,8 @@ def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
     before = len(server.groups)
     assert all(group.destroyed for group in server.groups)
     server.refuse = ""
-    server.arrived.clear()
-    server.asked.clear()
+    if refuse == "/update_weights":
+        server.start_again()
     engine.update_weights(cut(random_weights(), 2, 7), 1)
     assert len(server.groups) == before + 1
 

@@ -20,18 +20,27 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import server_launch
 from megatron_dcpo.rollout.server_launch import EngineServer, server_command
+from megatron_dcpo.rollout.server_link import BROKEN
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.training.run import longest_of
 from megatron_dcpo.weights.table import engine_weight_bytes
 from tests.helpers.paths import QUICKSTART
 
-# answers /health, and says which cores it has
+# says which cores it has; its weights are broken after a POST
 SCRIPT = """
 import http.server, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
+    broken = False
     def log_message(self, *_): pass
+    def do_POST(self):
+        type(self).broken = True
+        self.do_GET()
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+        name = b'{"weight_version": "broken"}' if self.broken else b"[]"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(name)))
+        self.end_headers()
+        self.wfile.write(name)
 print("cores", sorted(os.sched_getaffinity(0)), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -89,6 +98,14 @@ def test_a_server_that_ends_is_started_again(
         assert set(lines) == {f"cores {server.cores}"}
 
 
+def test_a_server_that_an_update_has_broken_is_started_again(server: EngineServer) -> None:
+    with server:
+        first = server.process
+        server.client.call("/update_weight_version", {"new_version": BROKEN})
+        wait_until(lambda: server.process is not first and server._healthy())
+        assert not server._broken()
+
+
 def test_a_server_that_cannot_start_is_an_error(server: EngineServer) -> None:
     server.command = [sys.executable, "-S", "-c", "raise SystemExit('no such model')"]
     with pytest.raises(UserError, match="ended with status 1 before it answered"), server:
@@ -110,6 +127,7 @@ def test_the_engines_have_the_devices_behind_the_ranks(
         server_launch, "capabilities", lambda: SimpleNamespace(separate_memory=True)
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for own, first, expected in ((None, 6, "6,7"), ("3,4,5,6", 2, "5,6"), (None, 0, "0,1")):
         if own:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
@@ -118,6 +136,7 @@ def test_the_engines_have_the_devices_behind_the_ranks(
         made = EngineServer([], "http://h:1/v1", first, 2, tmp_path)
         assert made.environment["CUDA_VISIBLE_DEVICES"] == expected
         assert made.environment["VLLM_SERVER_DEV_MODE"] == "1"
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in made.environment, "that is the trainer's"
 
 
 def test_an_engine_of_several_gpus() -> None:

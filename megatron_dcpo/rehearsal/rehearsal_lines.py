@@ -12,8 +12,8 @@ _SHOWN_WAITS = 8
 def report_lines(ranks: Sequence[dict[str, Any]], gpus: int) -> Iterator[str]:
     """Yield the lines of a report on the ``ranks`` of a job."""
     yield (
-        f"Rehearsed: the job's own code, once, on fake tensors, one rank of every pipeline stage "
-        f"of {gpus} GPUs."
+        "Rehearsed: the job's own code, once, on tensors that hold nothing, the first and the last "
+        f"tensor-parallel rank of every pipeline stage of {gpus} GPUs."
     )
     yield "Not rehearsed: values, kernels, time, NCCL, the engine's own memory."
     for rank in ranks:
