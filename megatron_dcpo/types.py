@@ -24,7 +24,6 @@ Copied = TypeVar("Copied")
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
-VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
 CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -166,13 +165,27 @@ class Response:
     verdict: Mapping[str, Any] | None = None
     # what was counted in the session of an agent, for the metrics
     counted: Mapping[str, float] | None = None
-    # why the session of an agent gave no response; without tokens, it is left out of its group
+    # why there is nothing to judge, or no judgement; the response is left out of its group
     failure: str | None = None
 
     @property
     def key(self) -> ResponseKey:
         """Return prompt id and index."""
         return self.prompt_id, self.sample_index
+
+    def sampled(self, values: np.ndarray) -> np.ndarray:
+        """Return those of the ``values`` [T, ...] of the response's tokens that belong to tokens
+        which the policy sampled. Every statistic of tokens is taken of these.
+        """
+        return values if self.loss_mask is None else values[self.loss_mask]
+
+    @property
+    def sampled_length(self) -> int:
+        """Return the number of tokens that the policy sampled; of a text without token ids, of its
+        log-probs.
+        """
+        tokens = self.token_ids if self.text is None else self.logprobs
+        return len(self.sampled(tokens))
 
     @property
     def parts(self) -> tuple[tuple[int, int, int], ...]:
@@ -204,7 +217,7 @@ class Judgement:
     ``stated`` is then the number as written, such as 1.2, which the paper's released code used as
     it is (preset ``verl_compat``). ``answered`` says whether an answer begins in the reasoning
     block, after the thinking. ``answer`` is what was judged, the content of the box or the program;
-    ``category`` is how the program ended, or ``verifier_error``; ``logged`` is what a user's
+    ``category`` is how the program ended; ``logged`` is what a user's
     verifier returned.
     """
 
@@ -225,6 +238,12 @@ class Judgement:
     # before the answer; None if the text's tokens are not known
     thinking_tokens: Count | None = 0
     thinking_characters: Count = 0  # of the text
+    sampled_tokens: Count | None = None  # of the ``length``; None: all
+
+    @property
+    def sampled_length(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return self.length if self.sampled_tokens is None else self.sampled_tokens
 
     @property
     def R(self) -> float:

@@ -122,9 +122,8 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.data.row_files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
-    from megatron_dcpo.judging.verdicts import check_error_rate
+    from megatron_dcpo.judging.verdicts import check_unjudged
     from megatron_dcpo.judging.verifiers import verifiers
-    from megatron_dcpo.types import VERIFIER_ERROR
 
     chosen = {}
     for name in ("verifier", "threshold", *_LIMITS):
@@ -147,15 +146,18 @@ def _judge_by_function(args: argparse.Namespace) -> int:
             truth = _add_question_columns(columns, where)
         attempts.append(Attempt(answer, truth, reasoning, columns))
     outcomes = verifier(attempts)
+    unjudged = sum(outcome is None for outcome in outcomes)
     if args.json:
         for outcome in outcomes:
+            if outcome is None:
+                print(json.dumps({"correct": None, "category": "unjudged"}))
+                continue
             values = {"correct": outcome.correct, "category": outcome.category}
             print(json.dumps({**values, **(outcome.logged or {})}))
     else:
-        right = sum(outcome.correct for outcome in outcomes)
-        failed = sum(outcome.category == VERIFIER_ERROR for outcome in outcomes)
-        print(f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)")
-    check_error_rate(outcomes, judging.max_error_rate, args.pairs)
+        right = sum(outcome.correct for outcome in outcomes if outcome is not None)
+        print(f"{len(outcomes)} predictions, {right} correct, {unjudged} unjudged")
+    check_unjudged(unjudged, len(outcomes), judging.max_error_rate, args.pairs)
     return 0
 
 

@@ -39,7 +39,7 @@ Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
 AGENT_OPTIONS = (
     *("agent_sessions", "agent_seconds", "agent_calls"),
-    *("asks_confidence", "max_error_rate"),
+    "asks_confidence",
 )
 # What vLLM can make of the bf16 weights of linear layers when it loads them, by its names, the
 # recommended one first; fp8 is its older name of fp8_per_tensor.

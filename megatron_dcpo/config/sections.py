@@ -255,8 +255,6 @@ class AgentsConfig:
 class RolloutConfig(AgentsConfig):
     """How responses are sampled, and how the engine gets the weights."""
 
-    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Share of a step's sessions that may fail before the run ends."""
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
     """What samples: vLLM if it can run the model on a GPU, else transformers (auto); server is
     vLLM at endpoint.
@@ -357,7 +355,9 @@ class JudgingConfig:
     threshold on and 0 below.
     """
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Share of a step's responses that your verifier may fail on before the run ends."""
+    """Share of a step's responses that may have no judgement, because an agent or your verifier
+    failed, before the run ends.
+    """
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
     """What programs run in: bubblewrap, landlock, unsafe (nothing), or the safest here (auto)."""
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds

@@ -56,6 +56,8 @@ THINKING = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
 )
+# the variable of a template that switches thinking, and no field of a message
+_SWITCH = re.compile(r"(?<![\w.'\"])(?:enable_)?thinking(?![\w'\"(])")
 
 
 class PromptError(UserError):
@@ -119,8 +121,9 @@ def _arguments(tokenizer: PreTrainedTokenizerBase, switches: ChatSwitches) -> di
         )
     # A switch that the template does not have is ignored silently; a later release may refuse it.
     arguments: dict[str, Any] = {}
-    if switches.thinking != "auto" and "enable_thinking" in str(chat_template):
-        arguments["enable_thinking"] = switches.thinking == "on"
+    if switches.thinking != "auto":
+        for name in _SWITCH.findall(str(chat_template)):
+            arguments[name] = switches.thinking == "on"
     if "strftime_now" in str(chat_template):
         day = switches.date or datetime.date.today()
         midnight = datetime.datetime.combine(day, datetime.time())

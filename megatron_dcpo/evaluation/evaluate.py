@@ -83,8 +83,9 @@ def evaluate_benchmark(
 
     Responses are matched by prompt id and repeat, never by position, so that the samples do not
     depend on the order in which an engine finishes. Samples that ``log`` holds already are not
-    drawn again. A new one is written to it as soon as it is judged, even if the engine fails
-    later. Raises :class:`UserError` if a server refuses too many prompts (``REFUSED_SHARE``).
+    drawn again. A new one is written to it as soon as it is judged, even if the engine fails later;
+    a response that could not be judged gives none. Raises :class:`UserError` if a server refuses
+    too many prompts (``REFUSED_SHARE``).
     """
     if not prompts:
         return []
@@ -94,7 +95,7 @@ def evaluate_benchmark(
     collected.progress = progress
     collected.continue_from({} if log is None else log.finished(collected.benchmark))
     requests = _missing(prompts, repeats, collected.samples)
-    judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
+    judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement | None]]]] = deque()
     with judging_threads() as threads:
         try:
             for responses in respond(requests) if requests else ():
@@ -173,9 +174,13 @@ class _Collected:
                     self.log.add(sample)
         self._show_progress()
 
-    def add(self, responses: Sequence[Response], judgements: Sequence[Judgement]) -> None:
-        """Add judged responses and write them to the log."""
+    def add(self, responses: Sequence[Response], judgements: Sequence[Judgement | None]) -> None:
+        """Add judged responses and write them to the log; those without a judgement are left
+        out.
+        """
         for response, judgement in zip(responses, judgements, strict=True):
+            if judgement is None:
+                continue
             prompt = self.prompts[response.prompt_id]
             sample = measured_sample(prompt, response, judgement, self.keep_features)
             sample = replace(sample, origin=self.origins[response.prompt_id])
@@ -243,7 +248,8 @@ def respond_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]
 
 
 def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> list[Sample]:
-    """Return the same responses judged again, for instance by a better verifier.
+    """Return the same responses judged again, for instance by a better verifier, without those
+    that could not be judged.
 
     A sample does not keep its tokens. Everything that depends on them, and the length of the
     thinking before the answer, is taken from the first judgement.
@@ -261,12 +267,15 @@ def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> 
         responses.append(replace(sample.response, prompt_id=prompt_id, text=answer))
     judged = []
     for sample, judgement in zip(samples, judged_by.judge(responses, prompts), strict=True):
+        if judgement is None:
+            continue
         first = sample.judgement
         again = replace(
             judgement,
             prompt_id=first.prompt_id,
             boundary=first.boundary,
             length=first.length,
+            sampled_tokens=first.sampled_tokens,
             marker_end=first.marker_end,
             thinking_tokens=first.thinking_tokens,
             thinking_characters=first.thinking_characters,

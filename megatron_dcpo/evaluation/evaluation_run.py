@@ -58,7 +58,7 @@ from megatron_dcpo.judging.source_verifiers import (
     find_source,
     verifier_of,
 )
-from megatron_dcpo.judging.verdicts import check_error_rate
+from megatron_dcpo.judging.verdicts import check_unjudged
 from megatron_dcpo.judging.verifier_kind import PackedTests
 from megatron_dcpo.judging.verifiers import (
     digest_of,
@@ -119,15 +119,19 @@ def run_evaluation(
         options = replace(options, features=True)
         config = replace(config, evaluation=options)
     if samples:
-        judged = _old_samples(
+        judged, responses = _old_samples(
             config, samples, judge_again=judge_again, fresh=fresh, columns=columns
         )
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
         config = _with_models_here(config, fresh=fresh)
-        judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
+        judged, responses, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
         if launched_rank() > 0:
             return {}
+    unjudged = responses - len(judged)
+    is_replaced = Path(samples).resolve().parent == Path(config.run_dir).resolve()
+    if not judged or (unjudged and samples and is_replaced):  # or else responses were lost
+        check_unjudged(unjudged, responses, 0.0, "nothing is written")
     source = samples or str(Path(config.run_dir, FILE))
     if predictor is not None:
         _warn_of_other_answers(predictor, options.calibrator, source, judged)
@@ -146,13 +150,17 @@ def run_evaluation(
     if marker != CONFIDENCE_TAG:
         evaluation["marker"] = marker
     evaluation["sampled"] = _sampling_of(source)
-    write_evaluation(config.run_dir, evaluation, judged)
-    if judge_again or not samples:
-        check_error_rate(
-            [sample.judgement for sample in judged],
-            config.judging.max_error_rate,
-            f"{len(judged)} written to {config.run_dir}",
+    if unjudged:
+        evaluation["unjudged"] = unjudged
+        logger.warning(
+            "%d of %d responses are unjudged and in no number; the same command tries them again",
+            unjudged,
+            responses,
         )
+    write_evaluation(config.run_dir, evaluation, judged)
+    check_unjudged(
+        unjudged, responses, config.judging.max_error_rate, f"written to {config.run_dir}"
+    )
     return evaluation
 
 
@@ -221,9 +229,9 @@ def _old_samples(
     judge_again: bool,
     fresh: bool,
     columns: Mapping[str, str] | None,
-) -> list[Sample]:
+) -> tuple[list[Sample], int]:
     """Read the responses of an earlier evaluation, or of somebody else's log, and judge them again
-    if ``judge_again``.
+    if ``judge_again``; return the samples, and how many responses there were.
     """
     samples = read_any(path, columns, config.judging.marker)
     if not samples:
@@ -242,13 +250,16 @@ def _old_samples(
         tests = read_tests(tests_file, keys)
         directory.mkdir(parents=True, exist_ok=True)
         write_tests(tests, directory / TESTS_FILE)
-    return _judge_again(samples, tests, config) if judge_again else samples
+    judged = _judge_again(samples, tests, config) if judge_again else samples
+    return judged, len(samples)
 
 
 def _judge_again(
     samples: Sequence[Sample], tests: PackedTests, config: EvaluateConfig
 ) -> list[Sample]:
-    """Judge all samples again, each by its verifier; return them in the order given."""
+    """Judge all samples again, each by its verifier; return them in the order given, without those
+    that could not be judged.
+    """
     find = verifiers(config.judging, tests)
     by_verifier: dict[VerifierChoice, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -260,9 +271,13 @@ def _judge_again(
             equivalent=equivalence(verifier),
             digest=digest_of(verifier, config.judging),
         )
-        again = rejudge([samples[index] for index in indices], judged_by)
-        judged.update(zip(indices, again, strict=True))
-    return [judged[index] for index in range(len(samples))]
+        again = {
+            sample.name: sample for sample in rejudge([samples[i] for i in indices], judged_by)
+        }
+        for index in indices:
+            if samples[index].name in again:
+                judged[index] = again[samples[index].name]
+    return [judged[index] for index in sorted(judged)]
 
 
 def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoice:
@@ -286,10 +301,10 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
 
 def _new_samples(
     config: EvaluateConfig, ranks: int, *, fresh: bool, progress: Progress | None
-) -> tuple[list[Sample], str]:
-    """Sample the model or the server on every benchmark and judge the responses; return the samples
-    and the name of the model. Each of several ``ranks`` samples its share and gets the samples of
-    all ranks.
+) -> tuple[list[Sample], int, str]:
+    """Sample the model or the server on every benchmark and judge the responses; return the
+    samples, how many responses there were, and the name of the model. Each of several ``ranks``
+    samples its share and gets the samples of all ranks.
     """
     loaded = _load_problems(config)
     date = None if fresh else date_of(config.run_dir)
@@ -342,7 +357,8 @@ def _new_samples(
 
         distributed.destroy()
     _check_same_verifiers(config, loaded)
-    return samples, responder.model
+    responses = sum(map(len, prompts)) * config.evaluation.samples
+    return samples, responses, responder.model
 
 
 def _check_same_verifiers(config: EvaluateConfig, loaded: Sequence[Problems]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import datetime
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -90,21 +89,16 @@ def sample_model(
 
 
 def _agents(config: EvaluateConfig, agents: AgentRollout) -> Stream:
-    """Return what runs the agents of an evaluation. A session that fails is a problem that was
-    refused: the same command tries it again.
+    """Return what runs the agents of an evaluation. A session that fails is left out: the same
+    command tries it again.
     """
     atexit.register(agents.close)
 
     def stream(samples: Samples) -> Iterator[list[Response]]:
         for together in agents.stream(samples, sampling_of(config)):
-            yield [_refused(one) if one.failure is not None else one for one in together]
+            yield [one for one in together if one.failure is None]
 
     return stream
-
-
-def _refused(response: Response) -> Response:
-    """Return what stands for a session that failed in an evaluation."""
-    return replace(response, refusal=response.failure, text="", failure=None)
 
 
 def element_type(config: EvaluateConfig) -> str:

@@ -4,6 +4,8 @@ predictors.
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_dcpo import codec
 from megatron_dcpo.evaluation.posthoc_predictors import features
 from megatron_dcpo.evaluation.samples import (
@@ -19,16 +21,21 @@ def measured_sample(
     prompt: Prompt, response: Response, judgement: Judgement, keep_features: bool
 ) -> Sample:
     """Return a judged response with its measures, without its tokens."""
-    logprobs = [float(value) for value in response.logprobs]
+    logprobs = [float(value) for value in response.sampled(response.logprobs)]
+    tops = response.top_logprobs
+    if tops is not None:
+        tops = response.sampled(tops)
     reasoning_logprob = None
     if judgement.boundary is not None:
-        reasoning_logprob = min(0.0, sum(logprobs[: judgement.boundary]))
+        is_reasoning = np.arange(len(response.logprobs)) < judgement.boundary
+        reasoning = logprobs[: int(response.sampled(is_reasoning).sum())]
+        reasoning_logprob = min(0.0, sum(reasoning))
     measures = Measures(
         token_confidence=geometric_mean_probability(logprobs),
         min_logprob=min(logprobs, default=None),
-        mean_entropy=mean_entropy(response.top_logprobs),
+        mean_entropy=mean_entropy(tops),
         reasoning_logprob=reasoning_logprob,
-        features=features(response.top_logprobs) if keep_features else None,
+        features=features(tops) if keep_features else None,
     )
     return Sample(
         prompt=codec.as_read(prompt),

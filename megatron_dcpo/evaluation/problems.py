@@ -54,7 +54,7 @@ class TokenJudge(Protocol):
         responses: Sequence[Response],
         prompts: Mapping[str, Prompt],
         tokens: TokenBytes | None = None,
-    ) -> Sequence[Judgement]: ...
+    ) -> Sequence[Judgement | None]: ...
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
         "verbal": lambda sample: sample.judgement.confidence,
         "token": lambda sample: sample.measures.token_confidence,
         "token_product": lambda sample: _product(
-            sample.measures.token_confidence, sample.judgement.length
+            sample.measures.token_confidence, sample.judgement.sampled_length
         ),
         "token_min": lambda sample: _exp(sample.measures.min_logprob),
         "token_mean_logprob": lambda sample: _log(sample.measures.token_confidence),
@@ -309,7 +309,7 @@ def _of_answers(answers: _Answers) -> dict[str, Any]:
         "n": len(samples),
         "problems": len(set(answers.problems)),
         "repeats": len(answers.repeats),
-        "mean_length": _mean([judgement.length for judgement in judgements]),
+        "mean_length": _mean([judgement.sampled_length for judgement in judgements]),
         "truncated_rate": _mean([s.response.finish_reason == "length" for s in samples]),
         "answer_rate": _mean([judgement.answer is not None for judgement in judgements]),
         "parse_rate": metrics.parse_rate([judgement.confidence for judgement in judgements]),

@@ -41,7 +41,7 @@ class Attempt(NamedTuple):
 
 class Outcome(NamedTuple):
     """Whether an answer is right. The ``category`` says how its program ended
-    (``sandbox.tests.CATEGORIES``), or is ``verifier_error``. A user's verifier also has the values
+    (``sandbox.tests.CATEGORIES``). A user's verifier also has the values
     that it ``logged``, and a ``score`` in [0, 1] if the score is the reward.
     """
 
@@ -51,8 +51,8 @@ class Outcome(NamedTuple):
     logged: Mapping[str, Any] | None = None
 
 
-# returns the outcomes in the order of the attempts
-Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]
+# returns the outcomes in the order of the attempts, None for what could not be judged
+Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome | None]]
 
 
 def find_marker_after_box(content: bytes, marker: bytes) -> int | None:

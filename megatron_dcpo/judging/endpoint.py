@@ -28,8 +28,8 @@ MAX_REPLY_BYTES = 8 << 20
 
 class EndpointVerifier:
     """The verifier (``judge.Verifier``) at ``url``. If it does not answer a batch within
-    ``judging.program_seconds`` in any of ``ATTEMPTS`` tries, each response of the batch is a
-    ``verifier_error``. Raises :class:`UserError` if no server answers at the start.
+    ``judging.program_seconds`` in any of ``ATTEMPTS`` tries, no response of the batch is judged.
+    Raises :class:`UserError` if no server answers at the start.
     """
 
     def __init__(self, url: str, options: JudgingConfig) -> None:
@@ -50,7 +50,7 @@ class EndpointVerifier:
                 f"{OPTION}={url}: {error}; start the server, or correct the address"
             ) from None
 
-    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome | None]:
         """Return the outcome of each reasoning block."""
         results: list[Any] = []
         for first in range(0, len(attempts), BATCH):

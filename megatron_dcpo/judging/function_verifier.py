@@ -9,8 +9,8 @@ The names of its parameters tell which signature it has:
   messages if the row's ``prompt`` is a list of messages.
 
 The function sees the reasoning block only. It returns a bool, a number in [0, 1], or a mapping with
-such a ``score`` and values to log; it may be ``async``. Anything else, an exception included, is a
-``verifier_error``: the response counts as wrong, and the run goes on.
+such a ``score`` and values to log; it may be ``async``. Anything else, an exception included, is no
+judgement: the response is left out, and the run goes on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FunctionVerifier:
         )
         self.pool = WorkerPool(replace(work, pairs_per_worker=4))
 
-    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome | None]:
         """Return the outcome of each reasoning block."""
         requests = []
         for attempt in attempts:

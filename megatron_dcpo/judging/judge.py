@@ -23,7 +23,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
 # gets the prompts by their ids
-Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]
+Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement | None]]
 
 
 @contextmanager
@@ -47,8 +47,9 @@ def judge_many(
     verifier: Verifier,
     marker: str = CONFIDENCE_TAG,
     form: AnswerForm = BOXED,
-) -> list[Judgement]:
-    """Judge responses to their prompts, which ``prompts`` holds by id, by a ``verifier``.
+) -> list[Judgement | None]:
+    """Judge responses to their prompts, which ``prompts`` holds by id, by a ``verifier``;
+    None stands for a response that the verifier could not judge.
 
     A response with ``text`` is judged by its text, every other one by its token ids, which needs
     ``tokens`` and ``eos_ids``. Of a response of several turns the last answer is judged
@@ -74,10 +75,13 @@ def judge_many(
                 verdict=response.verdict,
             )
         )
-    judgements = []
+    judgements: list[Judgement | None] = []
     for response, split, attempt, outcome in zip(
         responses, splits, attempts, verifier(attempts), strict=True
     ):
+        if outcome is None:
+            judgements.append(None)
+            continue
         finished = split.ended or response.finish_reason == "stop"
         text = split.answer.decode(errors="replace")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
@@ -100,6 +104,7 @@ def judge_many(
                 abstained=not outcome.correct and is_abstention(attempt.answer),
                 thinking_tokens=split.thinking,
                 thinking_characters=_characters(response, split),
+                sampled_tokens=None if response.loss_mask is None else response.sampled_length,
             )
         )
     return judgements
@@ -108,16 +113,16 @@ def judge_many(
 def judge_by_task(
     responses: Sequence[Response],
     prompts: Mapping[str, Prompt],
-    judges: Mapping[str, Callable[..., Sequence[Judgement]]],
+    judges: Mapping[str, Callable[..., Sequence[Judgement | None]]],
     **options: object,
-) -> list[Judgement]:
+) -> list[Judgement | None]:
     """Return the judgements of responses to problems of several sources, in order. The judge of its
     task judges each response and also gets the ``options``.
     """
     of_task: dict[str, list[int]] = {}
     for index, response in enumerate(responses):
         of_task.setdefault(prompts[response.prompt_id].task, []).append(index)
-    judged: dict[int, Judgement] = {}
+    judged: dict[int, Judgement | None] = {}
     for task, indices in of_task.items():
         task_responses = [responses[index] for index in indices]
         judgements = judges[task](task_responses, prompts, **options)

@@ -1,19 +1,22 @@
 """Turn what users' verifiers and agents return into outcomes, and bound the share of
-responses that they do not judge.
+responses that are not judged.
+
+A verifier, a server or a session that fails gives no outcome: nothing is known of the response, so
+that it is left out and counted, and is neither right nor wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.answers import Attempt, Outcome, Verifier
 from megatron_dcpo.runtime.text import printable
-from megatron_dcpo.types import VERIFIER_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +27,8 @@ LOGGED_CHARACTERS = 200
 _SHOWN_BITS = 4096  # of an integer; Python writes no more than 4300 digits
 
 
-class VerifierFailed(UserError):
-    """Too many responses of a step or a benchmark could not be judged."""
+class TooManyUnjudged(UserError):
+    """Too many responses of a step or a benchmark have no judgement."""
 
 
 def warn_once(name: str) -> Callable[[str], None]:
@@ -36,8 +39,8 @@ def warn_once(name: str) -> Callable[[str], None]:
         if not said:
             said.append(why)
             logger.warning(
-                "%s=%s: %s; the response counts as wrong and in format/verifier_error; further "
-                "errors are only counted",
+                "%s=%s: %s; the response is not judged and left out; further errors are only "
+                "counted",
                 OPTION,
                 name,
                 printable(one_line(why, 300)),
@@ -46,8 +49,10 @@ def warn_once(name: str) -> Callable[[str], None]:
     return warn
 
 
-def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], None]) -> Outcome:
-    """Return the outcome for the result from a worker or a server."""
+def outcome_of(
+    result: object, options: JudgingConfig, warn: Callable[[str], None]
+) -> Outcome | None:
+    """Return the outcome for the result from a worker or a server, None if it is an error."""
     logged: dict[str, Any] = {}
     if isinstance(result, Mapping) and "error" in result and "score" not in result:
         why: str | None = str(result["error"])
@@ -55,7 +60,7 @@ def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], Non
         why, logged = checked_result(result)
     if why is not None:
         warn(why)
-        return Outcome(False, VERIFIER_ERROR, 0.0 if options.graded else None, {})
+        return None
     score = logged["score"]
     return Outcome(
         correct=score >= options.threshold,
@@ -110,26 +115,24 @@ def lost(why: str) -> dict[str, str]:
     return {"error": why}
 
 
-def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> None:
-    """Raise :class:`VerifierFailed` if more than the share ``largest`` of the judgements by users'
-    verifiers are errors.
+def check_unjudged(unjudged: int, responses: int, largest: float, what: str) -> None:
+    """Raise :class:`TooManyUnjudged` if more than the share ``largest`` of ``responses`` have no
+    judgement, or all of them.
     """
-    failed = [j.category == VERIFIER_ERROR for j in judgements if j.logged is not None]
-    if failed and sum(failed) > largest * len(failed):
-        raise VerifierFailed(
-            f"{OPTION}: {sum(failed)} of {len(failed)} responses ({what}) could not be judged, "
-            f"more than judging.max_error_rate={largest:g}; the warning above says why"
+    allowed = min(math.floor(largest * responses + 1e-9), responses - 1)
+    if responses and unjudged > allowed:
+        raise TooManyUnjudged(
+            f"{unjudged} of {responses} responses ({what}) have no judgement, more than "
+            f"judging.max_error_rate={largest:g}; the warning above says why"
         )
 
 
-def with_verdicts(
-    verifier: Callable[[Sequence[Attempt]], Sequence[Outcome]], options: JudgingConfig
-) -> Callable[[Sequence[Attempt]], Sequence[Outcome]]:
+def with_verdicts(verifier: Verifier, options: JudgingConfig) -> Verifier:
     """Return a verifier that takes the verdict of an agent where there is one,
     by ``judging.threshold`` and ``judging.graded``, and asks ``verifier`` where there is none.
     """
 
-    def judged(attempts: Sequence[Attempt]) -> Sequence[Outcome]:
+    def judged(attempts: Sequence[Attempt]) -> Sequence[Outcome | None]:
         others = iter(verifier([one for one in attempts if one.verdict is None]))
         return [
             next(others)

@@ -31,7 +31,6 @@ from megatron_dcpo.judging.answers import (
     Outcome,
     Verifier,
 )
-from megatron_dcpo.types import VERIFIER_ERROR
 
 # Decimals of a score, so that weights of 0.6 and 0.3 reach a threshold of 0.9.
 _DECIMALS = 12
@@ -49,7 +48,7 @@ class Member:
 class WeightedSum:
     """The verifier (``judge.Verifier``) whose score is the weighted mean of its members' scores.
 
-    A response that one member does not judge is a ``verifier_error``. The values that are logged
+    A response that one member does not judge is not judged. The values that are logged
     are the ``score``, the score of each member under its label, and what the member logged itself
     under ``label/name``.
     """
@@ -61,15 +60,17 @@ class WeightedSum:
         # no sum of these overflows
         self.weights = [member.weight / largest for member in members]
 
-    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome | None]:
         """Return the outcome of each response."""
         by_member = [member.verify(attempts) for member in self.members]
-        return [self._combined(outcomes) for outcomes in zip(*by_member, strict=True)]
+        combined: list[Outcome | None] = []
+        for by_members in zip(*by_member, strict=True):
+            outcomes = [outcome for outcome in by_members if outcome is not None]
+            is_complete = len(outcomes) == len(self.members)
+            combined.append(self._combined(outcomes) if is_complete else None)
+        return combined
 
     def _combined(self, outcomes: Sequence[Outcome]) -> Outcome:
-        graded = self.options.graded
-        if any(outcome.category == VERIFIER_ERROR for outcome in outcomes):
-            return Outcome(False, VERIFIER_ERROR, 0.0 if graded else None, {})
         scores = [_score(outcome) for outcome in outcomes]
         weighted = [w * s for w, s in zip(self.weights, scores, strict=True)]
         score = round(math.fsum(weighted) / math.fsum(self.weights), _DECIMALS)
@@ -83,7 +84,7 @@ class WeightedSum:
         return Outcome(
             correct=score >= self.options.threshold,
             category=categories[0] if categories else None,  # of a program
-            score=score if graded else None,
+            score=score if self.options.graded else None,
             logged=logged,
         )
 

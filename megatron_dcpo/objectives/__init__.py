@@ -90,7 +90,8 @@ def build_method(config: ObjectiveConfig) -> Method:
 
 
 def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
-    """Fill every unset option with the method's default, else the preset's, else the paper's.
+    """Fill every unset option with the method's default, else the preset's, else the paper's. A
+    preset sets what the method reads and nothing else.
 
     Raises :class:`UserError` for an unknown method, for an option that the method ignores, and for
     options that contradict each other.
@@ -99,6 +100,7 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     _refuse_ignored(config, method)
     defaults = expand_blocks(method.defaults(config))
     preset = expand_blocks(PRESETS[config.preset])
+    preset = {name: value for name, value in preset.items() if name in method.reads}
     own_options: dict[str, Any] = {}
     for name, default in method.own_options.items():
         own_options[name] = defaults.pop(name, _first(default))

@@ -34,6 +34,7 @@ from megatron_dcpo.types import (
     BLOCKS,
     Judgement,
     MicroBatch,
+    Response,
     TokenOutputs,
     TrainingSample,
     replaced,
@@ -374,12 +375,15 @@ class Method:
                 f"objective {self.options.name} needs old_logprobs of all {length} tokens, got "
                 f"{count}"
             )
-        return mean_logprob(old)
+        return mean_logprob(sample.response, old)
 
 
-def mean_logprob(logprobs: np.ndarray) -> float:
-    """Return the mean log-prob of a response's tokens in float64; 0 without tokens."""
-    return float(np.asarray(logprobs, np.float64).mean()) if len(logprobs) else 0.0
+def mean_logprob(response: Response, logprobs: np.ndarray) -> float:
+    """Return the mean in float64 of the ``logprobs`` [T] of a response's tokens over those that the
+    policy sampled; 0 without tokens.
+    """
+    sampled = response.sampled(np.asarray(logprobs, np.float64))
+    return float(sampled.mean()) if len(sampled) else 0.0
 
 
 def rows_of_groups(samples: Sequence[TrainingSample]) -> dict[str, list[int]]:

@@ -113,7 +113,7 @@ class AgentRollout:
             self._warned = True
             logger.warning(
                 "%s: response %d to %s: %s; it is left out, as are others that fail, and counted "
-                "in rollout/agent_error",
+                "in rollout/unjudged",
                 option_of(self.config),
                 key[1],
                 key[0],

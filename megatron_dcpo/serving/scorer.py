@@ -144,6 +144,7 @@ class Scorer:
             verifier=_not_judged,
             form=self.form,
         )[0]
+        assert judgement is not None, "nothing is verified"
         tops = 0
         if self.calibrator is not None:
             tops = self.calibrator.top_logprobs

@@ -7,17 +7,16 @@ nothing is trained. A validator returns its results; the loop records them and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.evaluation.held_out import HeldOut
 from megatron_dcpo.evaluation.samples import write_samples
+from megatron_dcpo.judging.verdicts import check_unjudged
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation
-from megatron_dcpo.training.sampler import check_failed_sessions
 from megatron_dcpo.training.validation import Validation
 from megatron_dcpo.types import Response, ResponseKey
 
@@ -32,8 +31,7 @@ class HeldOutValidator:
         self.held_out = held_out
         self.generation = generation
         self.timers = timers
-        self.runs_agents = config.rollout.runs_agents
-        self.max_error_rate = config.rollout.max_error_rate
+        self.max_error_rate = config.judging.max_error_rate
         self.interval = options.interval
         self.last_step = config.training.steps
         self.sampling = SamplingConfig(
@@ -50,7 +48,8 @@ class HeldOutValidator:
 
     def validate(self) -> Validation | None:
         """Return what the policy reaches whose weights the engines have; None when a signal cut the
-        validation short. Raises :class:`EngineError` on all ranks if an engine failed.
+        validation short. Raises :class:`EngineError` on all ranks if an engine failed, and
+        :class:`TooManyUnjudged` if too many responses have no judgement.
         """
         collectives = self.generation.collectives
         engine = self.generation.engine
@@ -58,23 +57,14 @@ class HeldOutValidator:
             responses = self._generate()
             if collectives.max(signals.stop_requested() or 0):
                 return None
-            if self.runs_agents:
-                responses = self._without_failures(responses)
-            judged = self.held_out.judged(responses, engine.eos_token_ids)
+            kept = [response for response in responses if response.failure is None]
+            judged = self.held_out.judged(kept, engine.eos_token_ids)
             samples = [sample for ranked in collectives.gather(judged) for sample in ranked]
+            sampled = sum(collectives.gather(len(responses)))
+            unjudged = sampled - len(samples)
+            check_unjudged(unjudged, sampled, self.max_error_rate, "a validation")
             metrics = collectives.broadcast(self.held_out.metrics(samples))
         return Validation(metrics=metrics, write=partial(write_samples, samples))
-
-    def _without_failures(self, responses: Sequence[Response]) -> list[Response]:
-        """Return the responses without those of agents that have failed. Raises
-        :class:`UserError` on all ranks if these are too many.
-        """
-        kept = [response for response in responses if response.failure is None]
-        here = (len(responses) - len(kept), len(responses))
-        counts = self.generation.collectives.gather(here)
-        failures, sessions = (sum(column) for column in zip(*counts, strict=True))
-        check_failed_sessions(failures, sessions, self.max_error_rate, "a validation")
-        return kept
 
     def _generate(self) -> list[Response]:
         """Return this rank's share of the responses."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.verdicts import VerifierFailed
+from megatron_dcpo.judging.verdicts import TooManyUnjudged
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.signals import RolloutAbandoned
@@ -78,7 +78,7 @@ def _take_batch(run: Run, step: int) -> Batch:
     except RolloutAbandoned:  # by a signal
         run.checkpointer.stop_if_asked(done=step - 1)
         raise
-    except VerifierFailed as failed:
+    except TooManyUnjudged as failed:
         run.checkpointer.save_and_end(failed, done=step - 1)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from megatron_dcpo import codec
 from megatron_dcpo.errors import Stopped, UserError
-from megatron_dcpo.judging.verdicts import VerifierFailed
+from megatron_dcpo.judging.verdicts import TooManyUnjudged
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
@@ -35,7 +35,7 @@ from megatron_dcpo.types import Judgement, Prompt, Response
 T = TypeVar("T")
 Sampled = tuple[Batch, SamplerState]
 
-_ON_ALL_RANKS = (EngineError, RolloutAbandoned, VerifierFailed)  # a rollout ends so everywhere
+_ON_ALL_RANKS = (EngineError, RolloutAbandoned, TooManyUnjudged)  # a rollout ends so everywhere
 
 
 class Rollouts(Protocol):

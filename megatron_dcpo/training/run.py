@@ -113,7 +113,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     sources: list[LoadedSource]
     held_out: HeldOutProblems | None
-    judge: Callable[..., list[Judgement]]  # takes the end tokens of the engine too
+    judge: Callable[..., Sequence[Judgement | None]]  # takes the end tokens of the engine too
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.judge import judging_threads
-from megatron_dcpo.judging.verdicts import check_error_rate
+from megatron_dcpo.judging.verdicts import check_unjudged
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_GROUP = 2  # responses; of fewer none has an advantage
 Draw = Callable[[int, int], list[Prompt]]  # position in the run, count -> the prompts there
-Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
+Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement | None]]
 JudgedResponse = tuple[Response, Judgement | None]  # None: it is not finished
 
 
@@ -49,7 +49,8 @@ class PromptGroup:
     ``position`` is the number of the prompt in the run, ``step`` the step that drew it. ``scores``
     are the :meth:`Method.group_scores` of a finished group, float64 [5, G]; None while it is
     unfinished, and if the method reads log-probs that only the trainer has. ``failed`` are the
-    indices of responses that there are none of, because the session of an agent failed.
+    indices of responses that are left out, because the session of an agent failed or no judgement
+    could be made.
     """
 
     prompt: Prompt
@@ -71,7 +72,7 @@ class PromptGroup:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether too many sessions have failed to compare the others with each other."""
+        """Return whether too many responses are left out to compare the others with each other."""
         return self.size - len(self.failed) < SMALLEST_GROUP
 
     @property
@@ -138,7 +139,7 @@ class Drawn:
     ``wanted`` and ``other`` groups are finished: those that the step draws for, and those that came
     with them. ``waiting`` groups go into the next round or, when there is none, to the next step.
     ``position`` is the number of the next prompt to draw. ``lost`` are groups of which too many
-    sessions have failed.
+    responses are left out.
     """
 
     wanted: list[PromptGroup]
@@ -202,13 +203,10 @@ class Sampler:
         fewer.
 
         Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short, and
-        :class:`VerifierFailed` when a user's verifier did not judge enough responses.
+        :class:`TooManyUnjudged` when too many responses have no judgement.
         """
         slots_before = copy.copy(self.engine.slot_steps)
         drawn = self._draw_rounds(state, step, version)
-        judged = [sample.judgement for group in drawn.finished for sample in group.samples]
-        check_error_rate(judged, self.max_error_rate, f"step {step}")
-        failures = self._check_failures(drawn, step)
         batch = self._choose(drawn, step)
         samples = [sample for group in batch for sample in group.samples]
         counts = Totals(
@@ -217,8 +215,9 @@ class Sampler:
         )
         state = self._next_state(drawn, state.totals, counts)
         metrics = self._slot_metrics(slots_before) | _count_metrics(counts, state.totals)
+        metrics |= _unjudged_metrics(drawn)
         if self.rollout.runs_agents:
-            metrics |= _session_metrics(drawn, failures)
+            metrics |= _session_metrics(drawn)
         if self.rollout.filter_groups != "none":
             metrics |= _filter_metrics(drawn, batch)
         if self.rollout.most_versions_behind:
@@ -261,19 +260,11 @@ class Sampler:
                 waiting=[group for group in groups if group.unfinished],
                 position=drawn.position + count,
             )
+            unjudged, responses = _unjudged(drawn)
+            check_unjudged(unjudged, responses, self.max_error_rate, f"step {step}")
             if len(drawn.wanted) >= self.prompts_per_step:
                 break
         return drawn
-
-    def _check_failures(self, drawn: Drawn, step: int) -> float:
-        """Return the share of the step's sessions that have failed. Raises :class:`UserError` if it
-        is too large.
-        """
-        groups = [*drawn.finished, *drawn.lost]
-        failures = sum(len(group.failed) for group in groups)
-        sessions = sum(group.size for group in groups)
-        check_failed_sessions(failures, sessions, self.rollout.max_error_rate, f"step {step}")
-        return failures / max(sessions, 1)
 
     def _scored(self, group: PromptGroup) -> PromptGroup:
         """Return a finished group with its scores: nothing scores it again."""
@@ -487,10 +478,12 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Judged:
-    """Responses with their judgements, and when the judge began and ended (seconds of a clock)."""
+    """Responses with their judgements, None for those that failed, and when the judge began and
+    ended (seconds of a clock).
+    """
 
     responses: Sequence[Response]
-    judgements: Sequence[Judgement]
+    judgements: Sequence[Judgement | None]
     began: float
     ended: float
 
@@ -500,9 +493,12 @@ def _judged_and_timed(
 ) -> Judged:
     began = time.perf_counter()
     judgements = judge(responses, prompts)
-    return Judged(
-        responses=responses, judgements=judgements, began=began, ended=time.perf_counter()
-    )
+    ended = time.perf_counter()
+    known = [
+        replace(response, failure="it was not judged") if judgement is None else response
+        for response, judgement in zip(responses, judgements, strict=True)
+    ]
+    return Judged(responses=known, judgements=judgements, began=began, ended=ended)
 
 
 @dataclass(frozen=True)
@@ -543,7 +539,7 @@ def _is_finished(response: Response) -> bool:
 
 
 def _with_sampled(group: PromptGroup, sampled: Mapping[int, JudgedResponse]) -> PromptGroup:
-    """Return a group with what was sampled of it, and with the sessions that failed."""
+    """Return a group with what was sampled of it, and with the responses that are left out."""
     failed = {index for index, (response, _) in sampled.items() if response.failure is not None}
     kept = {index: judged for index, judged in sampled.items() if index not in failed}
     return replace(group.with_responses(kept), failed=group.failed | failed)
@@ -590,17 +586,28 @@ def _count_metrics(counts: Totals, totals: Totals) -> dict[str, float]:
     }
 
 
-def _session_metrics(drawn: Drawn, failures: float) -> dict[str, float]:
-    """Return the share of sessions that have failed, and the means of what was counted in the
-    others (``Response.counted``).
-    """
+def _unjudged(drawn: Drawn) -> tuple[int, int]:
+    """Return how many responses of a step are left out, and how many there were."""
+    groups = [*drawn.finished, *drawn.lost]
+    return sum(len(group.failed) for group in groups), sum(group.size for group in groups)
+
+
+def _unjudged_metrics(drawn: Drawn) -> dict[str, float]:
+    """Return the share of responses without a judgement, if users' agents or verifiers judge."""
+    unjudged, responses = _unjudged(drawn)
+    samples = [sample for group in drawn.finished for sample in group.samples]
+    is_users = any(sample.judgement.logged is not None for sample in samples)
+    return {"rollout/unjudged": unjudged / responses} if unjudged or is_users else {}
+
+
+def _session_metrics(drawn: Drawn) -> dict[str, float]:
+    """Return the means of what was counted in the sessions (``Response.counted``)."""
     counted: dict[str, list[float]] = {}
     for group in drawn.finished:
         for sample in group.samples:
             for name, value in (sample.response.counted or {}).items():
                 counted.setdefault(f"rollout/{name}", []).append(value)
-    means = {name: float(np.mean(values)) for name, values in counted.items()}
-    return {"rollout/agent_error": failures, **means}
+    return {name: float(np.mean(values)) for name, values in counted.items()}
 
 
 def _filter_metrics(drawn: Drawn, batch: Sequence[PromptGroup]) -> dict[str, float]:
@@ -622,12 +629,3 @@ def _staleness_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str
         "rollout/staleness_mean": float(np.mean(staleness)),
         "rollout/staleness_max": max(staleness),
     }
-
-
-def check_failed_sessions(failures: int, sessions: int, largest: float, what: str) -> None:
-    """Raise :class:`UserError` if more than the share ``largest`` of ``sessions`` has failed."""
-    if failures > math.floor(largest * sessions + 1e-9):
-        raise UserError(
-            f"{failures} of {sessions} sessions ({what}) have failed, more than "
-            f"rollout.max_error_rate={largest:g}; the warning above says why"
-        )

@@ -162,7 +162,7 @@ def fingerprint_of(sources: Sequence[LoadedSource]) -> str:
 
 def build_judge(
     config: Config, sources: Sequence[LoadedSource], tokens: TokenBytes
-) -> Callable[..., list[Judgement]]:
+) -> Callable[..., Sequence[Judgement | None]]:
     """Return the judge of all sources, which takes ``eos_ids`` as well. Raises :class:`UserError`
     when programs cannot be run safely here.
     """
@@ -172,7 +172,7 @@ def build_judge(
             if prompt.tests is not None:
                 tests[prompt.ground_truth] = prompt.tests
     find = verifiers(config.judging, tests)
-    judges: dict[str, Callable[..., list[Judgement]]] = {}
+    judges: dict[str, Callable[..., Sequence[Judgement | None]]] = {}
     named = named_sources(config)
     for source in sources:
         chosen = verifier_of(named[source.name], config.judging)

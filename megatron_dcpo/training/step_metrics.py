@@ -20,7 +20,7 @@ from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.trainer import UpdateStatistics
-from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
+from megatron_dcpo.types import BLOCKS, MALFORMED, Judgement, TrainingSample
 from megatron_dcpo.weights.arithmetic import sequence_flops
 
 LOSS_METRICS = {
@@ -59,7 +59,7 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
     R_c = np.array([sample.R_c for sample in samples])
     mean_R_c = float(np.nanmean(R_c)) if np.isfinite(R_c).any() else math.nan
     without_answer = [not judgement.answered for judgement in judgements]
-    lengths = [len(sample.response_ids) for sample in samples]
+    lengths = [sample.response.sampled_length for sample in samples]
     truncated = [sample.response.finish_reason == "length" for sample in samples]
     return {
         "reward/accuracy": summary["accuracy"],
@@ -103,7 +103,7 @@ def update_metrics(
 
 def phase_metrics(samples: Sequence[TrainingSample], timers: Timers) -> dict[str, Any]:
     """Return seconds, memory and response tokens per second of the phases of a step."""
-    tokens = sum(len(sample.response_ids) for sample in samples)
+    tokens = sum(sample.response.sampled_length for sample in samples)
     metrics: dict[str, Any] = {}
     for phase in ("rollout", "train"):
         seconds = timers.seconds.get(phase)
@@ -189,23 +189,15 @@ def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> d
 
 
 def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return the share of errors among the responses that users' verifiers judged, and the means of
-    the numbers that the verifiers logged, ``verifier/score`` among them; nothing when no response
-    was judged by one.
+    """Return the means of the numbers that users' verifiers logged, ``verifier/score`` among them;
+    nothing when no response was judged by one.
     """
-    judged = [judgement for judgement in judgements if judgement.logged is not None]
-    if not judged:
-        return {}
     numbers: dict[str, list[float]] = {}
-    for judgement in judged:
+    for judgement in judgements:
         for name, value in (judgement.logged or {}).items():
             if isinstance(value, bool | int | float):
                 numbers.setdefault(f"verifier/{name}", []).append(float(value))
-    errors = [judgement.category == VERIFIER_ERROR for judgement in judged]
-    metrics = {"format/verifier_error": float(np.mean(errors))}
-    for name, values in numbers.items():
-        metrics[name] = float(np.mean(values))
-    return metrics
+    return {name: float(np.mean(values)) for name, values in numbers.items()}
 
 
 def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:

@@ -163,7 +163,7 @@ class Updater:
     def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
         here = {
-            index: mean_logprob(sample.old_logprobs)
+            index: mean_logprob(sample.response, sample.old_logprobs)
             for index, sample in enumerate(samples)
             if sample.old_logprobs is not None
         }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_dcpo.evaluation.samples import Sample, sample_line, sample_of
 from megatron_dcpo.judging.abstention import is_abstention, normalize
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
-from megatron_dcpo.judging.math import answer_forms, latex
+from megatron_dcpo.judging.math import answer_forms, latex, words
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.option_letters import chosen_letter
 from megatron_dcpo.judging.questions import f1, normalize_triviaqa, same_answer, same_choice
@@ -114,7 +114,8 @@ def test_answers_of_mathematics(answer: str, key: str) -> None:
         answer_forms.is_braced_set,
     ):
         form(answer)
-    answer_forms.units_differ(answer, key)
+    words.differ(words.measured(answer), words.measured(key))
+    words.same_name(answer, key)
     answer_forms.exact_number(answer)
     latex.degrees_to_radians(latex.protect_letters(latex.drop_degrees(latex.spell_out(answer))))
 

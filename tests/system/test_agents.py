@@ -42,7 +42,7 @@ rollout:
   engine: transformers
   group_size: 4
   max_response_length: 160
-  max_error_rate: 0.3
+judging: {{max_error_rate: 0.3}}
 objective: {{name: dcpo}}
 optimizer: {{lr: 1.0e-3, weight_decay: 0.0}}
 training: {{steps: 3, micro_batch_size: 5, save_interval: 1}}
@@ -89,11 +89,11 @@ def test_the_trainer_scores_what_the_engine_has_sampled(whole: list[dict[str, An
 def test_a_session_that_fails_is_left_out_of_its_group(
     folder: Path, whole: list[dict[str, Any]]
 ) -> None:
-    errors = [row["rollout/agent_error"] for row in whole]
+    errors = [row["rollout/unjudged"] for row in whole]
     assert max(errors) > 0
     for step, row in enumerate(whole, start=1):
         lines = (folder / "whole" / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        assert len(lines) == 16 - round(16 * row["rollout/agent_error"])
+        assert len(lines) == 16 - round(16 * row["rollout/unjudged"])
         for line in map(json.loads, lines):
             assert "failure" not in line
             assert line["verdict"]["score"] == line["correct"]
@@ -127,9 +127,9 @@ def test_two_ranks_have_two_doors(folder: Path, whole: list[dict[str, Any]]) -> 
 def test_too_many_failures_end_the_run(folder: Path) -> None:
     config = folder / "run.yaml"
     config.write_text(CONFIG.format(run_dir=folder / "failing", policy=folder / "policy"))
-    done = run("train", "--config", config, "rollout.max_error_rate=0")
+    done = run("train", "--config", config, "judging.max_error_rate=0")
     assert done.returncode == 2
-    assert "rollout.max_error_rate" in done.stderr
+    assert "judging.max_error_rate" in done.stderr
     assert done.stderr.count("the tool is gone") == 1
 
 

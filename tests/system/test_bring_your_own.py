@@ -42,7 +42,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     assert graded["verifier/distance"] >= 0
     evaluated = json.loads((runs / "evaluated" / "evaluation.json").read_text())
     assert evaluated["benchmarks"]["mine"]["n"] == 16
-    assert "2 predictions, 1 correct, 0 not judged (verifier_error)" in shown
+    assert "2 predictions, 1 correct, 0 unjudged" in shown
     weighted = metrics(runs / "weighted")[0]
     parts = ("math", "my_reward.verify", "my_style.short")
     math, own, short = (weighted[f"verifier/{part}"] for part in parts)
@@ -115,5 +115,5 @@ def test_the_examples_reward_server_trains(tmp_path: Path) -> None:
         server.kill()
         server.wait()
     row = metrics(tmp_path / "run")[0]
-    assert row["format/verifier_error"] == 0
+    assert row["rollout/unjudged"] == 0
     assert row["verifier/score"] == row["reward/accuracy"]

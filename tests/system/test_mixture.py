@@ -64,7 +64,7 @@ def test_sources_are_mixed_judged_and_measured_apart_and_resumed(
         sum(share * plain[f"reward/accuracy/{name}"] for name, share in shares.items())
     )
     assert {f"calibration/ece/{name}" for name in shares} <= plain.keys()
-    assert plain["format/verifier_error"] == 0
+    assert plain["rollout/unjudged"] == 0
 
 
 def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:

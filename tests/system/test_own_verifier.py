@@ -63,12 +63,12 @@ def test_it_trains_as_the_built_in_one_where_both_agree(directory: Path) -> None
         done = train(directory, "training.steps=2", f"run_dir={name}", *overrides)
         assert done.returncode == 0, done.stderr[-2000:]
     math, own = (without_clocks(metrics(directory / name)) for name in runs)
-    more = {"format/verifier_error", "format/no_answer", "verifier/score", "verifier/length"}
+    more = {"rollout/unjudged", "format/no_answer", "verifier/score", "verifier/length"}
     assert [{k: v for k, v in row.items() if k not in more} for row in own] == [
         {k: v for k, v in row.items() if k not in more} for row in math
     ]
     assert [row["verifier/score"] for row in own] == [row["reward/accuracy"] for row in math]
-    assert [row["format/verifier_error"] for row in own] == [0.0, 0.0]
+    assert [row["rollout/unjudged"] for row in own] == [0.0, 0.0]
     first = json.loads(
         (directory / "own" / "samples" / "step_000001.jsonl").read_text().splitlines()[0]
     )
@@ -84,7 +84,7 @@ def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(directory: Path)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert (
-        "judging.verifier: 32 of 32 responses (step 3) could not be judged, more than "
+        "32 of 32 responses (step 3) have no judgement, more than "
         "judging.max_error_rate=0.05" in last
     )
     assert last.endswith("saved after step 2; --resume auto continues run")

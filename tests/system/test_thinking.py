@@ -76,7 +76,7 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
     assert len(trained) == 2
     for row in trained:
         assert 1 < row["length/thinking"] < row["length/mean"]
-        assert row["format/verifier_error"] == 0
+        assert row["rollout/unjudged"] == 0
         assert row["reward/accuracy"] > 0
         assert row["format/violation_rate"] < 1
     logged = [

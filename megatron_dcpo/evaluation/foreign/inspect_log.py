@@ -62,9 +62,17 @@ def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
     about = header.get("eval") or {}
     task = str(about.get("task") or file.stem)
     _report_unfinished(file, str(header.get("status") or _SUCCESS), len(samples), about)
+    valid = {name: one for name, one in samples.items() if not one.get("invalidation")}
+    if len(valid) < len(samples):
+        logger.warning(
+            "%s: %d of %d samples were invalidated and are left out",
+            file,
+            len(samples) - len(valid),
+            len(samples),
+        )
     without_score = 0
     others: dict[str, None] = {}
-    for name, sample in samples.items():
+    for name, sample in valid.items():
         where = f"{file}: {name}"
         value, metadata = _score_of(sample, scorer, where)
         others |= dict.fromkeys(sample.get("scores") or {})
@@ -85,7 +93,7 @@ def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
             "left out",
             file,
             without_score,
-            len(samples),
+            len(valid),
         )
 
 

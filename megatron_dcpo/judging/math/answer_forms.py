@@ -1,15 +1,14 @@
 r"""Recognize answers whose form matters before their value does: numerals with a base, ratios,
-brackets, units, plain numbers.
+brackets, plain numbers.
 
-math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as
-``{1, 2}``, and drops units. Here these forms differ, by rules that reject in case of doubt:
+math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, and ``(1, 2)`` as
+``{1, 2}``. Here these forms differ, by rules that reject in case of doubt:
 
 - a numeral with a base equals the same digits with the same base; ``_{10}`` changes nothing.
   ``120_5`` is neither ``120`` nor ``35``, because the base is part of the question;
 - ratios are equal if they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must be
   the same time;
-- a set in braces is not a tuple, a point or an interval;
-- two different known units of the same kind (``cm``, ``m``) differ; a missing unit is forgiven.
+- a set in braces is not a tuple, a point or an interval.
 """
 
 from __future__ import annotations
@@ -49,53 +48,6 @@ _FLOAT_DIGITS = 15
 _LARGEST_FLOAT = 10**38  # of 32 bits
 # of a computation, as a part of its value: some units of the last place
 _ERROR_64, _ERROR_32 = Fraction(1, 10**13), Fraction(2, 10**7)
-_TRAILING_UNIT = re.compile(
-    r"[0-9)}]\s*(?:\\[,;: "
-    r"]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
-    r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
-)
-# The spellings of each unit, by kind. Only units that are common in answers; an unknown unit makes
-# no answer wrong.
-_SPELLINGS = {
-    "length": (
-        "mm millimeter millimeters",
-        "cm centimeter centimeters centimetres",
-        "m meter meters metre metres",
-        "km kilometer kilometers kilometres",
-        "in inch inches",
-        "ft foot feet",
-        "yd yard yards",
-        "mi mile miles",
-    ),
-    "mass": ("g gram grams", "kg kilogram kilograms", "lb lbs pound pounds", "oz ounce ounces"),
-    "time": (
-        "s sec second seconds",
-        "min minute minutes",
-        "h hr hour hours",
-        "day days",
-        "week weeks",
-        "month months",
-        "year years",
-    ),
-    "volume": ("ml milliliter milliliters", "l liter liters litres", "gallon gallons"),
-    "money": ("dollar dollars", "cent cents"),
-    "angle": ("degree degrees", "radian radians"),
-}
-
-
-def _units() -> dict[str, tuple[str, str]]:
-    """Return kind and unit of every spelling."""
-    units: dict[str, tuple[str, str]] = {}
-    for kind, rows in _SPELLINGS.items():
-        for row in rows:
-            names = row.split()
-            for spelling in names:
-                units[spelling] = (kind, names[0])
-    return units
-
-
-_UNITS = _units()
-_POWERS = {"square": "2", "sq": "2", "cubic": "3"}
 
 
 class Numeral(NamedTuple):
@@ -162,7 +114,7 @@ def is_braced_set(text: str) -> bool | None:
     r"""Return True for ``\{..\}``, False for a tuple, point or interval, and None for a text that
     is not a list in brackets.
     """
-    bare = text.strip().replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    bare = text.strip()
     if "," not in bare or _closes_early(bare):
         return None
     if bare.startswith(r"\{") and bare.endswith(r"\}"):
@@ -182,38 +134,6 @@ def _closes_early(text: str) -> bool:
         if depth == 0 and character in ")]}":
             return position + 1 < len(text)
     return False
-
-
-def units_differ(a: str, b: str) -> bool:
-    """Return whether two answers have different known units of the same kind, such as cm and m, or
-    different powers of a unit, such as cm and cm^2.
-    """
-    first = _unit(a)
-    second = _unit(b)
-    if first is None or second is None:
-        return False
-    return first[0] == second[0] and first != second
-
-
-def _unit(text: str) -> tuple[str, str, str] | None:
-    """Return kind, unit and power of the unit after a number, None if there is none or it is not
-    known.
-    """
-    match = _TRAILING_UNIT.search(text.strip())
-    if match is None:
-        return None
-    words = (match[1] or match[2]).lower().replace(".", " ").split()
-    if not words:
-        return None
-    unit = _UNITS.get(words[-1])
-    if unit is None:
-        return None
-    after_number = text.rstrip()[match.start() + 1 :]
-    if match[2] and len(match[2]) == 1 and not after_number[:1].isspace():
-        return None  # a bare letter directly after a number is a variable
-    power = match[3] or _POWERS.get(words[0], "1")
-    kind, name = unit
-    return kind, name, power
 
 
 def exact_number(text: str) -> Fraction | None:

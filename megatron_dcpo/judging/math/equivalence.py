@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_dcpo.judging.math import answer_forms, latex, plain_text
+from megatron_dcpo.judging.math import answer_forms, latex, words
 
 # characters of an answer or a key; keys are far shorter, and sympy's time grows with the length
 MAX_ANSWER = 1_000
@@ -25,6 +25,13 @@ MAX_ANSWER = 1_000
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _IN_MATH = re.compile(r"(?<!\\)\$")  # a key may bring its own delimiters; \$ is money
 _EQUATION = re.compile(r"(?<![<>!\\])=")
+_EQUALITY = re.compile(
+    r"(?<![<>!\\])=|\\(?:approx|simeq|sim|cong|equiv|doteq|thickapprox)(?![A-Za-z])"
+)
+_ARITHMETIC = re.compile(
+    r"(?:[0-9.+*/^(){}\[\]!\s-]|\\(?:frac|sqrt|cdot|times|div|pi|binom)(?![A-Za-z])|\\[ ,;:!])+"
+)
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|in)(?![A-Za-z])")
 _IMAGINARY = re.compile(
     r"(?<![A-Za-z\\_{])i(?![A-Za-z])|(?<=[^A-Za-z]\{)i(?![A-Za-z])|\\sqrt\{\s*-|\\mathrm\{i\}"
@@ -92,18 +99,33 @@ def _equivalent(answer: str, key: str) -> bool:
     key = answer_forms.without_base_ten(_undelimited(key))
     if answer == key:
         return bool(key)
+    by_form = _verdict_of_forms(answer, key)
+    if by_form is not None:
+        return by_form
+    given = words.measured(latex.spell_out(answer))
+    wanted = words.measured(latex.spell_out(key))
+    if words.differ(given, wanted):
+        return False
+    return _equal_values(given.number, wanted.number)
+
+
+def _verdict_of_forms(answer: str, key: str) -> bool | None:
+    """Return the verdict if what the answer or the key is decides: a name, a numeral, a set."""
+    is_same_name = words.same_name(answer, key)
+    if is_same_name is not None:
+        return is_same_name
     if not answer_forms.is_well_formed(answer):
         return False
     answer_numeral = answer_forms.numeral(answer)
     key_numeral = answer_forms.numeral(key)
     if answer_numeral or key_numeral:
         return answer_numeral == key_numeral
-    if answer_forms.units_differ(answer, key):
-        return False
     are_sets = {answer_forms.is_braced_set(answer), answer_forms.is_braced_set(key)}
-    if are_sets == {True, False}:
-        return False
-    left, right = _without_units(latex.spell_out(answer), latex.spell_out(key))
+    return False if are_sets == {True, False} else None
+
+
+def _equal_values(left: str, right: str) -> bool:
+    """Return whether two answers without units are equal."""
     if r"\pi" in left + right and latex.has_degrees(left) != latex.has_degrees(right):
         left = latex.degrees_to_radians(left)
         right = latex.degrees_to_radians(right)
@@ -112,6 +134,12 @@ def _equivalent(answer: str, key: str) -> bool:
     quick = quick_verdict(left, right)
     if quick is not None:
         return quick
+    if _is_false_equation(left):
+        return False
+    if left.endswith("%") != right.endswith("%"):
+        return _percent_equal(left, right)
+    if (r"\pm" in left) != (r"\pm" in right):
+        left, right = _both_signs(left), _both_signs(right)
     left_ratio = answer_forms.ratio(left)
     right_ratio = answer_forms.ratio(right)
     if left_ratio or right_ratio:
@@ -119,15 +147,48 @@ def _equivalent(answer: str, key: str) -> bool:
     return _algebraically_equal(left, right)
 
 
-def _without_units(answer: str, key: str) -> tuple[str, str]:
-    """Return both without the words after a number. ``5 apples`` is ``5``, but two answers with
-    different words keep them.
+def _is_false_equation(answer: str) -> bool:
+    """Return whether an answer claims that different numbers are equal, as ``2+2=5`` and
+    ``7\\approx 8`` do. Decimals may be rounded.
     """
-    answer_number, answer_words = plain_text.split_unit(answer)
-    key_number, key_words = plain_text.split_unit(key)
-    if answer_words and key_words and answer_words != key_words:
-        return answer, key
-    return answer_number, key_number
+    from sympy import Abs, Expr
+
+    without_commas = _THOUSANDS.sub("", answer)
+    for equation in without_commas.split(","):
+        values = []
+        tolerance = 1e-9
+        sides = _EQUALITY.split(equation)
+        for side in sides if len(sides) > 1 else ():
+            if not _ARITHMETIC.fullmatch(side) or not any(map(str.isdecimal, side)):
+                continue
+            parsed = _parse(f"\\boxed{{{side}}}", box_first=True)
+            if parsed and isinstance(parsed[0], Expr) and not parsed[0].free_symbols:
+                values.append(parsed[0].evalf(15))
+                tolerance = max(tolerance, float(answer_forms.last_place(side) or 0) * 0.51)
+        for value in values[1:]:
+            if Abs(value - values[0]) > tolerance * (1 + Abs(value)):
+                return True
+    return False
+
+
+def _percent_equal(left: str, right: str) -> bool:
+    """Return whether a percentage and a number are equal: ``10\\%`` is 10, and 0.1."""
+    percent, number = (left, right) if left.endswith("%") else (right, left)
+    percent = percent.removesuffix("%").removesuffix("\\").strip()
+    hundredth = rf"\frac{{{percent}}}{{100}}"
+    if answer_forms.last_place(percent) is not None:
+        hundredth = f"{percent}e-2"
+    return any(
+        _equivalent(one, number) if left.endswith("%") else _equivalent(number, one)
+        for one in (percent, hundredth)
+    )
+
+
+def _both_signs(text: str) -> str:
+    r"""Return the two values of a text with one ``\pm``."""
+    if text.count(r"\pm") != 1 or "," in text:
+        return text
+    return ",".join(text.replace(r"\pm", sign) for sign in "+-")
 
 
 def _proportional(
@@ -272,6 +333,8 @@ def _undelimited(text: str) -> str:
     inner = text[1:-1]
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:
         text = inner.strip()
+    while text[:1] == "{" and text[-1:] == "}" and "{" not in text[1:-1].replace("\\{", ""):
+        text = text[1:-1].strip()
     delimited = text[:2] + text[-2:] in (r"\(\)", r"\[\]")
     if delimited and len(text) > 4 and text[:2] not in text[2:]:
         text = text[2:-2].strip()

@@ -125,13 +125,24 @@ _WRAPPERS = re.compile(
     r"|\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])"
     r"|\\(?:textstyle|scriptstyle|tiny|scriptsize|footnotesize|small|normalsize)(?![A-Za-z])"
     r"|\\(?:scriptscriptstyle|large|Large|LARGE|huge|Huge|bf|it|sf|bfseries|boldmath)(?![A-Za-z])"
-    r"|\\(?:rm|mathrm|mathbf|mathit|mathsf|mathtt)(?=\s*[0-9])|\\color\s*\{[A-Za-z]+\}"
+    r"|\\(?:rm|mathrm|mathbf|mathit|mathsf|mathtt)(?=\s*[0-9])|\\(?:text)?color\s*\{[A-Za-z]+\}"
 )
 # a font around a number; \mathbf{R} may be a set
-_FONTS = re.compile(rf"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|pmb)\s*({_BRACES})")
-# signs that may stand before the only value of a box
+_FONTS = re.compile(rf"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|pmb|underline)\s*({_BRACES})")
+_BRACKETS_BY_NAME = {
+    r"\{": (r"\lbrace",),
+    r"\}": (r"\rbrace",),
+    "(": (r"\langle", r"\lparen"),
+    ")": (r"\rangle", r"\rparen"),
+}
+_INVISIBLE = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}")
+_PERCENT = re.compile(r"(?:\s|~)*(?:\\text\s*\{\s*percent\s*\}|(?<=[0-9} ])percent(?![A-Za-z]))")
+_DESCENDS = re.compile(r">|\\(?:geq?|gt)(?:slant)?(?![A-Za-z])")
+_TURNED = {">": "<", r"\gt": "<", r"\ge": r"\le ", r"\geq": r"\le "}
+# what may stand before the only value of a box
 _LEADING = re.compile(
-    r"(?:\s*(?:=|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)"
+    r"(?:\s*(?:\\text\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:?\s*\}|[Aa]nswer:|="
+    r"|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)"
     r"(?![A-Za-z])))+"
 )
 
@@ -141,10 +152,16 @@ def spell_out(text: str) -> str:
     other side.
     """
     text = without_relation(plain_symbols(_END.sub("", text.strip())))
+    text = _ascending(_PERCENT.sub(r"\\%", text))
     text = plain_text.spell_out(_FONTS.sub(_plain_font, text))
     text = expand_arguments(text)
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", text.replace(r"\varnothing", r"\emptyset"))
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
+
+
+def without_commands(text: str) -> str:
+    """Return the text without the names of commands."""
+    return re.sub(r"\\[A-Za-z]+", " ", text)
 
 
 def without_relation(text: str) -> str:
@@ -160,10 +177,23 @@ def _plain_font(match: re.Match[str]) -> str:
 
 def without_sizes(text: str) -> str:
     r"""Return the text without ``\left``, ``\right``, ``\big``, ``\displaystyle``, ``\Large``,
-    ``\bf``, ``\color{red}`` and fonts of a bare number (``\mathbf 4``), which do not change its
-    meaning.
+    ``\bf``, ``\color{red}``, ``\phantom{-}`` and fonts of a bare number (``\mathbf 4``), which do
+    not change its meaning, and with brackets for their names.
     """
-    return _WRAPPERS.sub("", text)
+    for bracket, spellings in _BRACKETS_BY_NAME.items():
+        for spelling in spellings:
+            text = text.replace(spelling, bracket)
+    return _INVISIBLE.sub("", _WRAPPERS.sub("", text))
+
+
+def _ascending(text: str) -> str:
+    r"""Return a chain of inequalities in rising order: ``2\le x<5`` of ``5>x\ge 2``."""
+    signs = _DESCENDS.findall(text)
+    if len(signs) != 2 or "<" in text or r"\le" in text.replace(r"\left", ""):
+        return text
+    first, middle, last = _DESCENDS.split(text)
+    turned = [_TURNED.get(sign.removesuffix("slant"), sign) for sign in signs]
+    return f"{last}{turned[1]}{middle}{turned[0]}{first}"
 
 
 def plain_symbols(text: str) -> str:

@@ -1,12 +1,10 @@
 r"""Rewrite mathematics that was typed without LaTeX: text in, text out, no sympy.
 
-math-verify reads ``2pi`` as ``2 \cdot p \cdot i`` and drops only the words for units that it knows.
+math-verify reads ``2pi`` as ``2 \cdot p \cdot i``.
 
 - Mixed numbers: ``1 1/2`` becomes ``1\frac{1}{2}``.
 - Names: ``2pi``, ``sqrt(13)``, ``sin(30)``, ``infinity`` become LaTeX commands.
 - Products and powers: ``3 * x``, ``2**3`` become ``3\cdot x``, ``2^3``.
-- Words after a number (``2000 calories``) are its unit (:func:`split_unit`), unless they say
-  something of its size or of other numbers (``5 million``, ``5 or 6``).
 
 Every function is linear in the length of the text, up to a constant depth of brackets, and accepts
 any text.
@@ -35,23 +33,6 @@ _FUNCTION = re.compile(
 )
 _PRODUCT = re.compile(r"(?<=[0-9A-Za-z)}])\s*\*\s*(?=[0-9A-Za-z(\\])")
 _POWER = re.compile(r"(?<=[0-9A-Za-z)}])\s*\*\*\s*(?=[0-9A-Za-z({\\-])")
-
-_UNIT_WORDS = re.compile(rf"(.*[0-9)}}]){_SPACE}+([A-Za-z]+(?: +[A-Za-z]+)*)", re.DOTALL)
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-# after a number these change what it says
-_NUMBER_WORDS = (
-    "half third quarter halves thirds quarters fourths fifths sixths sevenths eighths ninths "
-    "tenths hundredths thousandths tens hundred hundreds thousand thousands million millions "
-    "billion billions trillion dozen dozens percent squared cubed below negative"
-)
-_CONNECTIVES = (
-    "and or nor to mod modulo remainder if when where for by from than less more greater between "
-    "is are not only no none with without except times plus minus over divided choose factorial "
-    "base"
-)
-_TIMES_OF_DAY = "am pm ad bc bce ce st nd rd th"
-_NAMES = "pi e i sqrt infinity log ln exp sin cos tan cot sec csc"
-_NOT_UNITS = frozenset(f"{_NUMBER_WORDS} {_CONNECTIVES} {_TIMES_OF_DAY} {_NAMES}".split())
 
 
 def spell_out(text: str) -> str:
@@ -90,19 +71,3 @@ def _root(match: re.Match[str]) -> str:
     # of a root within the root
     radicand = _ROOT.sub(_root, radicand)
     return f"{command}{{{radicand}}}"
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    """Return a number and the words after it: ``2000`` and ``calories``. The words are empty, and
-    the text is whole, if it is not a number that words follow.
-    """
-    match = _UNIT_WORDS.fullmatch(text.strip())
-    if match is None:
-        return text, ""
-    number = match[1]
-    words = match[2].lower().split()
-    is_number = not re.search("[A-Za-z]", _COMMAND.sub("", number))
-    # a single letter may be a variable
-    if not is_number or len(words[-1]) == 1 or not _NOT_UNITS.isdisjoint(words):
-        return text, ""
-    return number, " ".join(words)

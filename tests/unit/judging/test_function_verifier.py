@@ -15,9 +15,9 @@ from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
 from megatron_dcpo.judging.function_verifier import FunctionVerifier, load_function
-from megatron_dcpo.judging.verdicts import VerifierFailed, check_error_rate
+from megatron_dcpo.judging.verdicts import TooManyUnjudged, check_unjudged
 from megatron_dcpo.training.step_metrics import verifier_metrics
-from megatron_dcpo.types import VERIFIER_ERROR, Judgement, Prompt, Response
+from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.judging import judge_many
 
 pytestmark = pytest.mark.slow
@@ -98,14 +98,20 @@ def verify(file: Path) -> Iterator[FunctionVerifier]:
     made.pool.close()
 
 
-def one(verifier: FunctionVerifier, text: str, truth: str = "", **row: Any) -> Outcome:
+def judged(verifier: FunctionVerifier, text: str, truth: str = "", **row: Any) -> Outcome | None:
     return verifier([Attempt(None, truth, text, row)])[0]
+
+
+def one(verifier: FunctionVerifier, text: str, truth: str = "", **row: Any) -> Outcome:
+    outcome = judged(verifier, text, truth, **row)
+    assert outcome is not None
+    return outcome
 
 
 def test_what_a_verifier_returns_is_read(verify: FunctionVerifier, file: Path) -> None:
     """Without a threshold only a score of 1 is right; a graded one is the reward."""
     texts = ["true", "one", "half", "numpy", "mapping"]
-    outcomes = verify([Attempt(None, "", text, {}) for text in texts])
+    outcomes = [one(verify, text) for text in texts]
     assert [o.correct for o in outcomes] == [True, True, False, False, False]
     assert [o.logged["score"] for o in outcomes] == [1, 1, 0.5, 0.25, 0.5]  # type: ignore[index]
     assert outcomes[-1].logged == {"score": 0.5, "steps": 3, "why": "x" * 200}
@@ -113,7 +119,7 @@ def test_what_a_verifier_returns_is_read(verify: FunctionVerifier, file: Path) -
     graded = verifier_of(file, "verify", graded=True, threshold=0.5)
     assert one(graded, "half")[:3] == (True, None, 0.5)
     assert one(graded, "numpy")[:3] == (False, None, 0.25)
-    assert one(graded, "none")[:3] == (False, VERIFIER_ERROR, 0.0)
+    assert judged(graded, "none") is None
 
 
 def test_an_error_beside_a_score_is_logged(verify: FunctionVerifier) -> None:
@@ -165,7 +171,7 @@ def test_names_and_texts_are_printable_and_bounded(verify: FunctionVerifier) -> 
 def test_what_a_function_does_wrong_is_an_error_and_the_next_one_is_judged(
     verify: FunctionVerifier, text: str
 ) -> None:
-    assert one(verify, text) == Outcome(False, VERIFIER_ERROR, None, {})
+    assert judged(verify, text) is None
     assert one(verify, "true").correct
 
 
@@ -195,7 +201,7 @@ def test_each_signature_of_a_reward_is_called_as_its_trainer_does(
 def test_one_warning_with_the_line(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     verifier = verifier_of(file, "verify")
     with caplog.at_level(logging.WARNING):
-        assert [one(verifier, text).category for text in ("raise", "nan")] == [VERIFIER_ERROR] * 2
+        assert [judged(verifier, text) for text in ("raise", "nan")] == [None, None]
     (said,) = caplog.messages
     assert f"ValueError: bad luck ({file}, line 23, in verify)" in said
 
@@ -206,10 +212,11 @@ def test_it_sees_the_reasoning_block_only(file: Path) -> None:
     """
     response = Response("p", 0, (), [], "stop", 0, text="true<conf> 0.9 half")  # type: ignore[arg-type]
     prompt = Prompt("p", (), (), "", "t", row={})
-    judged = judge_many([response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE)[
-        0
-    ]
-    assert (judged.correct, judged.status, judged.answered, judged.R) == (
+    verdict = judge_many(
+        [response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE
+    )[0]
+    assert verdict is not None
+    assert (verdict.correct, verdict.status, verdict.answered, verdict.R) == (
         1.0,
         "trailing_text",
         True,
@@ -221,18 +228,20 @@ def judgement(category: str | None, logged: dict[str, Any] | None) -> Judgement:
     return Judgement("p", 0.0, None, "missing", 0, 0, category=category, logged=logged)
 
 
-def test_the_rate_of_errors_is_that_of_what_the_users_verifier_judged() -> None:
-    math, fine, wrong = (
+def test_only_so_many_responses_may_lack_a_judgement() -> None:
+    check_unjudged(1, 4, 0.25, "step 1")
+    check_unjudged(0, 0, 0.25, "step 1")
+    with pytest.raises(TooManyUnjudged, match=r"1 of 4 .*step 1.*judging\.max_error_rate=0\.2"):
+        check_unjudged(1, 4, 0.2, "step 1")
+    with pytest.raises(TooManyUnjudged, match=r"4 of 4"):
+        check_unjudged(4, 4, 1.0, "step 1")
+
+
+def test_the_numbers_that_a_verifier_logs_are_averaged() -> None:
+    math, fine, other = (
         judgement(None, None),
         judgement(None, {"score": 0.5, "n": 2}),
-        judgement(VERIFIER_ERROR, {}),
+        judgement(None, {"score": 0.0}),
     )
-    check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.25, "step 1")
-    with pytest.raises(VerifierFailed, match=r"1 of 4 .*step 1.*judging\.max_error_rate=0\.2"):
-        check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.2, "step 1")
-    assert verifier_metrics([math, fine, wrong]) == {
-        "format/verifier_error": 0.5,
-        "verifier/score": 0.5,
-        "verifier/n": 2.0,
-    }
+    assert verifier_metrics([math, fine, other]) == {"verifier/score": 0.25, "verifier/n": 2.0}
     assert verifier_metrics([math]) == {}

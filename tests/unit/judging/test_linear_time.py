@@ -40,7 +40,7 @@ from megatron_dcpo.judging.answers import (
 from megatron_dcpo.judging.blocks import split_text
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
-from megatron_dcpo.judging.math import plain_text
+from megatron_dcpo.judging.math import plain_text, words
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.option_letters import chosen_letter
 from megatron_dcpo.judging.questions import normalize_triviaqa
@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
     "quick_verdict of an answer": Case(lambda text: quick_verdict(text, "x+1")),
     "quick_verdict of a key": Case(lambda text: quick_verdict("x+1", text)),
     "plain_text.spell_out": Case(plain_text.spell_out, longest=8_000),
-    "split_unit": Case(plain_text.split_unit, longest=8_000),
+    "measured": Case(words.measured, longest=8_000),
     "chosen_letter": Case(
         lambda text: chosen_letter(text, ["Paris", "1/2", "b) x"]), longest=8_000
     ),

@@ -391,4 +391,4 @@ def test_dcpo_judge_takes_questions(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows += [{"prediction": "eliot", "reference": "Eliot"}]
     pairs = lines(tmp_path / "pairs.jsonl", *rows)
     assert main(["judge", "--pairs", str(pairs), "--verifier", "exact"]) == 0
-    assert capsys.readouterr().out == "2 predictions, 1 correct, 0 not judged (verifier_error)\n"
+    assert capsys.readouterr().out == "2 predictions, 1 correct, 0 unjudged\n"

@@ -1,4 +1,6 @@
-"""Sessions of agents that fail are left out of their groups, and groups of one are replaced."""
+"""Sessions that fail, and responses that no verdict could be made of, are left out of their groups,
+and groups of one are replaced.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,7 @@ def test_a_group_of_one_is_lost(failing: tuple[int, ...], is_lost: bool) -> None
 
 def test_metrics_are_means_over_the_sessions_that_did_not_fail() -> None:
     drawn: Any = type("Drawn", (), {"finished": [sampled(1), sampled(0, 3)]})
-    metrics = _session_metrics(drawn, 0.375)
-    assert metrics == {
-        "rollout/agent_error": 0.375,
+    assert _session_metrics(drawn) == {
         "rollout/agent_calls": np.mean([0, 2, 3, 1, 2]),
         "rollout/segments": 1.0,
     }
@@ -80,7 +80,7 @@ def test_a_lost_group_is_replaced_by_the_next_prompt() -> None:
     batch, state = sampler.sample(sampler.start, step=1, version=0)
     assert {sample.prompt.prompt_id for sample in batch.samples} == {"p1", "p2"}
     assert len(batch.samples) == 8
-    assert batch.metrics["rollout/agent_error"] == 3 / 12
+    assert batch.metrics["rollout/unjudged"] == 3 / 12
     assert state.position == 3
 
 
@@ -88,34 +88,49 @@ def test_some_failures_leave_smaller_groups() -> None:
     sampler = sampler_of({"p0", "p1"}, {3}, 0.5)
     batch, _ = sampler.sample(sampler.start, step=1, version=0)
     assert [sample.response.sample_index for sample in batch.samples] == [0, 1, 2] * 2
-    assert batch.metrics["rollout/agent_error"] == 0.25
+    assert batch.metrics["rollout/unjudged"] == 0.25
     assert batch.scores is not None
     assert batch.scores.shape == (5, 6)
 
 
 def test_too_many_failures_are_an_error() -> None:
     sampler = sampler_of({"p0", "p1"}, {3}, 0.2)
-    with pytest.raises(UserError, match=r"rollout\.max_error_rate"):
+    with pytest.raises(UserError, match=r"judging\.max_error_rate"):
         sampler.sample(sampler.start, step=1, version=0)
 
 
-def sampler_of(bad: set[str], failing: set[int], rate: float) -> Any:
-    """A sampler of two groups of four, whose engine and judge are functions."""
+def test_a_flaky_verifiers_step_is_that_of_the_groups_without_those_responses() -> None:
+    """Bit for bit: what is not judged is in no group, no statistic and no total."""
+    steps = []
+    for is_flaky in (False, True):
+        sampler = sampler_of({"p0", "p1"}, {3}, 0.5, is_flaky=is_flaky)
+        batch, state = sampler.sample(sampler.start, step=1, version=0)
+        rows = [(one.prompt.prompt_id, one.judgement) for one in batch.samples]
+        steps.append((rows, batch.scores.tolist(), batch.metrics, state))
+    assert steps[0] == steps[1]
+
+
+def sampler_of(bad: set[str], failing: set[int], rate: float, is_flaky: bool = False) -> Any:
+    """A sampler of two groups of four, whose engine and judge are functions. What fails is the
+    session, or the verifier if it ``is_flaky``.
+    """
     config = load_config(
         QUICKSTART / "dcpo.yaml",
         ["data.prompts_per_step=2", "rollout.group_size=4", "rollout.agent=a.py:run"],
     )
-    config = replace(config, rollout=replace(config.rollout, max_error_rate=rate))
+    config = replace(config, judging=replace(config.judging, max_error_rate=rate))
 
     def stream(samples: Any, *_: Any) -> Iterator[list[Response]]:
         for prompt, index in samples:
-            fails = prompt.prompt_id in bad and index in failing
+            fails = not is_flaky and prompt.prompt_id in bad and index in failing
             one = response(index, "it hung" if fails else None)
             yield [replace(one, prompt_id=prompt.prompt_id)]
 
-    def judge(responses: Any, prompts: Any) -> list[Judgement]:
+    def judge(responses: Any, prompts: Any) -> list[Judgement | None]:
         return [
-            replace(judgement(), prompt_id=one.prompt_id, correct=float(one.sample_index % 2))
+            None
+            if one.prompt_id in bad and one.sample_index in failing
+            else replace(judgement(), prompt_id=one.prompt_id, correct=float(one.sample_index % 2))
             for one in responses
         ]
 
