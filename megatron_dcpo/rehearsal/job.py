@@ -85,7 +85,11 @@ def rehearse(config: Config, arch: Architecture, rank: Rank) -> Rehearsal:
         topology = distributed.initialize(config.parallel.sizes, seed=config.seed)
         ledger.groups = _names_of_groups()
         with ledger:
-            batch, tokens = carry_out(config, arch, topology, ledger)
+            try:
+                batch, tokens = carry_out(config, arch, topology, ledger)
+            except Exception as error:
+                error.add_note(f"in the phase {ledger.phases[-1].name}")
+                raise
         stage = topology.pp_rank
     return Rehearsal(
         rank=rank.rank,

@@ -114,7 +114,8 @@ def _main(rank: str, gpus: str, file: str, *overrides: str) -> None:
         where = line_of(frame for frame, _ in traceback.walk_tb(error.__traceback__))
         traceback.print_exception(error)
         what = one_line(f"{type(error).__name__}: {error}", 300)
-        print(json.dumps({"stopped": f"{what}, at {where}"}))
+        phase = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        print(json.dumps({"stopped": f"{what}, at {where}{phase}"}))
         return
     print(json.dumps(done.as_dict()))
 
