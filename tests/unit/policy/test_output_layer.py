@@ -42,19 +42,6 @@ def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool)
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_ranks_with_and_without_padding_reduce_the_same_rows(monkeypatch):
-    """Tensor-parallel ranks reduce a chunk's numbers together, and the padding is on the last."""
-    monkeypatch.setattr(output_layer, "CHUNK_ROWS", 1)
-    monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", 5 * 64 // 4)
-    hidden, weight = torch.zeros(40, HIDDEN), torch.zeros(64, HIDDEN)
-    targets = torch.zeros(40, dtype=torch.int64)
-    rows = []
-    for tokens in (64, 50, 0):
-        layer = OutputLayer.of(weight, tokens)
-        rows.append([len(chunk.p) for chunk in output_layer._chunks(layer, hidden, targets)])
-    assert rows == [[5] * 8] * 3
-
-
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 3, 112])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -231,3 +218,16 @@ def test_where_products_are_in_fp32_the_weight_gradient_is_not_rounded(monkeypat
 
 
 SHAPES = (4, 8, torch.bfloat16), (8, 6, torch.bfloat16), (4, 6, torch.float32)
+
+
+def test_ranks_with_and_without_padding_reduce_the_same_rows(monkeypatch):
+    """Tensor-parallel ranks reduce a chunk's numbers together, and the padding is on the last."""
+    monkeypatch.setattr(output_layer, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", 5 * 64 // 4)
+    hidden, weight = torch.zeros(40, HIDDEN), torch.zeros(64, HIDDEN)
+    targets = torch.zeros(40, dtype=torch.int64)
+    rows = []
+    for tokens in (64, 50, 0):
+        layer = OutputLayer.of(weight, tokens)
+        rows.append([len(chunk.p) for chunk in output_layer._chunks(layer, hidden, targets)])
+    assert rows == [[5] * 8] * 3
