@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -157,7 +158,10 @@ def page(run: Run, built: dict[str, set[str]]) -> str:
         "## 7. The classes of a step",
         CLASSES,
         "\n".join(
-            f"* `{module}`: {', '.join(sorted(names))}" for module, names in sorted(built.items())
+            textwrap.fill(
+                f"* `{module}`: {', '.join(sorted(names))}", width=100, subsequent_indent="  "
+            )
+            for module, names in sorted(built.items())
         ),
     )
     return "\n\n".join(sections) + "\n"
