@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from transformer_engine.pytorch import shapes
 from transformer_engine.pytorch.pointers import CUDNN_ALIGNMENT, refuse_misread
 from transformer_engine.pytorch.signatures import checked

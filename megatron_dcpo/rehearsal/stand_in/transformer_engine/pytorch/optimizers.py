@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from transformer_engine.pytorch.pointers import refuse_misread
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 from torch import Tensor
+
 from transformer_engine.pytorch import shapes
 from transformer_engine.pytorch.pointers import refuse_misread
 from transformer_engine.pytorch.signatures import checked
