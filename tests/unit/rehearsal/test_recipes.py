@@ -17,7 +17,7 @@ from tests.helpers.paths import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
 IN_EVERY_SUITE = (
-    "qwen3_8b/math/dcpo_thinking.yaml",
+    "qwen3_8b/math/dcpo.yaml",
     "qwen3_30b_a3b/math/dcpo.yaml",
     "llama3.1_70b/math/dcpo_lora.yaml",
 )
