@@ -9,7 +9,6 @@ its peaks are compared phase by phase.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -24,42 +23,10 @@ from measurement import Measurement, torchrun
 from plan_memory import RUNS, SETTINGS
 
 from megatron_dcpo.architectures.config_json import Architecture, read_architecture
-from megatron_dcpo.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
-from tests.distributed.cases.common import parallel_config
+from megatron_dcpo.config import Config
+from tests.helpers.rehearsals import SHAPE, small_job
 
-SHAPE = {
-    "vocab_size": 8000,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
 CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-
-
-def config_of(directory: Path, parallel: dict[str, Any], dtype: str) -> Config:
-    return Config(
-        run_dir=str(directory / "run"),
-        model=ModelConfig(path=str(directory), params_dtype=dtype, transformer_impl="local"),
-        data=DataConfig(path="unused", max_prompt_length=88, prompts_per_step=8),
-        rollout=RolloutConfig(max_response_length=936, group_size=4),
-        training=TrainingConfig(steps=1, micro_batch_size=2, max_tokens_per_micro_batch=2048),
-        parallel=parallel_config(parallel),
-    )
 
 
 def measured(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,15 +61,19 @@ def configurations(options: dict[str, Any]) -> Iterator[tuple[Config, Architectu
     directory = Path(options["model"])
     for dtype, recompute, packing in options["settings"]:
         parallel = {"recompute_granularity": recompute, "sequence_packing": packing}
-        config = config_of(directory, options["parallel"] | parallel, dtype)
-        yield dataclasses.replace(config), read_architecture(directory)
+        config = small_job(directory, options["parallel"] | parallel, dtype)
+        yield config, read_architecture(directory)
 
 
 def results() -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
     """Of every rank and setting: its name, and the peaks of its phases, rehearsed and measured."""
     for family, name, ranks, parallel in RUNS:
         with tempfile.TemporaryDirectory() as scratch:
-            config = SHAPE | {"architectures": [CLASSES[family]], "model_type": family}
+            config = SHAPE | {
+                "num_hidden_layers": 4,
+                "architectures": [CLASSES[family]],
+                "model_type": family,
+            }
             Path(scratch, "config.json").write_text(json.dumps(config))
             options = {"model": scratch, "parallel": parallel, "settings": SETTINGS}
             real = ranks_of(ranks, options | {"out": scratch, "how": "measured"})

@@ -146,19 +146,16 @@ def _rehearse(args: argparse.Namespace, config: Config) -> int:
 
     gpus = args.gpus or least_gpus(config.parallel)
     ranks = rehearse_job(args.config, args.overrides, config, gpus)
-    for phase in (phase for rank in ranks for phase in rank["phases"]):
-        del phase["calls"]  # which have been compared
     print(json.dumps(ranks) if args.json else "\n".join(report_lines(ranks, gpus)))
     return 0
 
 
 def _refuse_what_is_not_read(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option without effect on this plan."""
+    unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
     if args.reshard:
-        unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
         refuse_given(args, unread, "does not go with --reshard, which counts bytes alone")
     if args.rehearse:
-        unread = (*_OF_MACHINE, *_OF_RATES, "response_tokens")
         refuse_given(args, unread, "does not go with --rehearse, which estimates nothing")
     if args.gpus is None:
         why = "goes with --gpus N; without it this machine is planned for"

@@ -6,3 +6,5 @@ through the phases of a step, ``ranks.py`` starts a process for every kind of ra
 ``rehearsal_lines.py`` prints. ``stand_in`` has the layers of Transformer Engine, whose package
 needs a GPU.
 """
+
+TENSOR_PARALLEL = "tensor parallel"  # the name of that group

@@ -143,7 +143,7 @@ def invented_samples(config: Config, batch: RehearsedBatch) -> list[TrainingSamp
     """Return the judged responses of a batch, all of the longest prompt and response that the
     options allow. Every second response is right, and states a higher confidence.
     """
-    prompt_tokens = np.ones(config.data.max_prompt_length, np.int64)
+    prompt_tokens = (1,) * config.data.max_prompt_length
     tokens = np.ones(config.rollout.max_response_length, np.int64)
     logprobs = np.ones(len(tokens), np.float32)
     samples = []
@@ -151,7 +151,7 @@ def invented_samples(config: Config, batch: RehearsedBatch) -> list[TrainingSamp
         prompt = Prompt(
             prompt_id=f"p{group}",
             messages=(),
-            token_ids=tuple(prompt_tokens.tolist()),
+            token_ids=prompt_tokens,
             ground_truth="",
             task="rehearsal",
         )

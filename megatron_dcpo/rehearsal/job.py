@@ -20,6 +20,7 @@ from megatron_dcpo.policy import schedule
 from megatron_dcpo.policy.batching import collate, round_up
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import Offload
+from megatron_dcpo.rehearsal import TENSOR_PARALLEL
 from megatron_dcpo.rehearsal.inputs import (
     InventedCheckpoint,
     RehearsedBatch,
@@ -42,15 +43,12 @@ from megatron_dcpo.training.run import (
     build_reference,
     build_saver,
     build_updater,
-    tensors_to_hand_over,
+    build_weight_sync,
 )
 from megatron_dcpo.training.trainer import Trainer
-from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import TrainingSample
-from megatron_dcpo.weights.reshard import gather_full, plan_for
+from megatron_dcpo.weights.reshard import gather_full
 from megatron_dcpo.weights.table import hf_shapes
-
-TENSOR_PARALLEL = "tensor parallel"  # the name of that group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,18 +124,7 @@ def carry_out(
         policy, optimizer.megatron, wanted=config.training.offload_optimizer_during_rollout
     )
     engine = engine_of(arch, config)
-    weight_sync = WeightSync(
-        policy=policy,
-        optimizer=optimizer,
-        engine=engine,
-        plan=plan_for(
-            policy=optimizer.exported,
-            engine_tensor_model_parallel_size=engine.tensor_model_parallel_size,
-            bucket_bytes=config.rollout.bucket_bytes,
-            names=tensors_to_hand_over(config, topology),
-        ),
-        topology=topology,
-    )
+    weight_sync = build_weight_sync(config, policy, optimizer, engine)
     updater = build_updater(
         config=config,
         method=method,

@@ -24,9 +24,9 @@ from typing import Any
 from megatron_dcpo.config import Config, ParallelConfig, load_config
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.planning.plan import architecture_of, directory_of
+from megatron_dcpo.rehearsal import TENSOR_PARALLEL
 from megatron_dcpo.runtime.rehearsed_world import Rank
 
-_TENSOR_PARALLEL = "tensor parallel"  # the group as job.py names it, which imports Megatron
 STAND_IN = Path(__file__).with_name("stand_in")
 
 
@@ -48,7 +48,8 @@ def rehearse_job(
 ) -> list[dict[str, Any]]:
     """Rehearse the first and the last tensor-parallel rank of every pipeline stage of ``config``,
     which is ``file`` with ``overrides``, in a job of ``gpus``: the last one has the vocabulary's
-    padding. Raises :class:`RehearsalError`, also if the two would call different collectives.
+    padding. Raises :class:`RehearsalError`, also if the two would call different collectives, which
+    are left out of what is returned.
     """
     stages = config.parallel.pipeline_model_parallel_size
     tensor = config.parallel.tensor_model_parallel_size
@@ -60,6 +61,8 @@ def rehearse_job(
     for rank, other in itertools.pairwise(done):
         if rank["stage"] == other["stage"]:
             check_same_collectives(rank, other)
+    for phase in (phase for rank in done for phase in rank["phases"]):
+        del phase["calls"]
     return done
 
 
@@ -68,8 +71,8 @@ def check_same_collectives(rank: dict[str, Any], other: dict[str, Any]) -> None:
     collectives: on a device they would wait for each other, or read each other's memory.
     """
     for phase, of_other in zip(rank["phases"], other["phases"], strict=True):
-        calls = phase["calls"].get(_TENSOR_PARALLEL, [])
-        calls_of_other = of_other["calls"].get(_TENSOR_PARALLEL, [])
+        calls = phase["calls"].get(TENSOR_PARALLEL, [])
+        calls_of_other = of_other["calls"].get(TENSOR_PARALLEL, [])
         for number, (call, its) in enumerate(itertools.zip_longest(calls, calls_of_other), 1):
             if call != its:
                 raise RehearsalError(

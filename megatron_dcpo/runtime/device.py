@@ -93,7 +93,7 @@ _GPU = Capabilities(
 )
 
 
-# the device of a rehearsal (runtime/rehearsal.py), which does not exist
+# the device of a rehearsal (runtime/rehearsed_world.py), which does not exist
 _rehearsed: torch.device | None = None
 
 
@@ -119,7 +119,7 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.T
     """Write ``a @ b`` of two bf16 matrices to ``out`` in fp32, without rounding to bf16 in between.
     On the CPU this uses fp32 copies and serves for comparisons.
     """
-    if capabilities().fp32_products:
+    if a.device.type != "cpu":
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)
 

@@ -43,14 +43,12 @@ _LENGTH_FROM_VALUES = (
     aten._unique2.default,
     aten.bincount.default,
 )
-
-
 # operations that read rows by their numbers
 _INDEXED = (aten.index_select.default, aten.embedding.default)
 
 
 class RehearsedValues(TorchDispatchMode):
-    """Keeps the values of numbers that follow from the host's, beside the tensors that stand for
+    """Keeps the values of numbers that follow from the host's with the tensors that stand for
     them.
     """
 

@@ -145,18 +145,7 @@ def build(config: Config) -> Iterator[Run]:
     )
     offload.offload()
     engine = build_engine(config, topology, inputs.held_out)
-    weight_sync = WeightSync(
-        policy=policy,
-        optimizer=optimizer,
-        engine=engine,
-        plan=plan_for(
-            policy=optimizer.exported,
-            engine_tensor_model_parallel_size=engine.tensor_model_parallel_size,
-            bucket_bytes=config.rollout.bucket_bytes,
-            names=tensors_to_hand_over(config, topology),
-        ),
-        topology=topology,
-    )
+    weight_sync = build_weight_sync(config, policy, optimizer, engine)
     agents = agent_rollout(config, inputs, engine) if config.rollout.runs_agents else None
     stream = agents.stream if agents is not None else None
     rollouts = build_rollouts(config, inputs, engine, stream, watch, timers)
@@ -313,6 +302,25 @@ def build_optimizer(config: RunConfig, policy: Policy) -> Optimizer:
         return PolicyOptimizer(policy, config)
     optimizer: Optimizer = load_part(_ADAPTER)(config, policy)
     return optimizer
+
+
+def build_weight_sync(
+    config: Config, policy: Policy, optimizer: Optimizer, engine: Engine
+) -> WeightSync:
+    """Return what hands the policy's weights to this rank's engine, with its plan."""
+    topology = policy.topology
+    return WeightSync(
+        policy=policy,
+        optimizer=optimizer,
+        engine=engine,
+        plan=plan_for(
+            policy=optimizer.exported,
+            engine_tensor_model_parallel_size=engine.tensor_model_parallel_size,
+            bucket_bytes=config.rollout.bucket_bytes,
+            names=tensors_to_hand_over(config, topology),
+        ),
+        topology=topology,
+    )
 
 
 def tensors_to_hand_over(config: Config, topology: Topology) -> tuple[str, ...] | None:

@@ -58,16 +58,21 @@ PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RANKS = 4
 
 
-def config_of(directory: Path, **parallel: Any) -> Config:
-    (directory / "config.json").write_text(json.dumps(SHAPE))
+def small_job(directory: Path, parallel: dict[str, Any], dtype: str = "bf16") -> Config:
+    """The configuration of a job with the model in ``directory``."""
     return Config(
         run_dir=str(directory / "run"),
-        model=ModelConfig(path=str(directory), params_dtype="bf16", transformer_impl="local"),
+        model=ModelConfig(path=str(directory), params_dtype=dtype, transformer_impl="local"),
         data=DataConfig(path="unused", max_prompt_length=88, prompts_per_step=8),
         rollout=RolloutConfig(max_response_length=936, group_size=4),
         training=TrainingConfig(steps=1, micro_batch_size=2, max_tokens_per_micro_batch=2048),
-        parallel=parallel_config({**PARALLEL, **parallel}),
+        parallel=parallel_config(parallel),
     )
+
+
+def config_of(directory: Path, **parallel: Any) -> Config:
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    return small_job(directory, {**PARALLEL, **parallel})
 
 
 def tensor_left_on_the_host() -> Any:
