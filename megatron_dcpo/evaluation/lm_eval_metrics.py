@@ -43,7 +43,7 @@ def process_results(
     several answers (a task with ``repeats`` whose filter keeps them all) the first has the metrics,
     and all are compared within the problem.
     """
-    texts = results[0] if isinstance(results[0], list) else results
+    texts = [text for each in results for text in (each if isinstance(each, list) else [each])]
     pairs = [_pair_of(text, target=str(doc[target]), marker=marker) for text in texts]
     kind = str(doc[kinds]) if kinds else kind_of_row(doc)
     _, right = pairs[0]
