@@ -148,11 +148,12 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
         ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "response"),
         (
             {
-                "messages": [{"role": "system", "content": "<tools>[]</tools>"}, USER, ANSWER],
+                "messages": [{"role": "system", "content": f"You have {[TOOL]}."}, USER, ANSWER],
                 "tools": [TOOL],
             },
             "tools",
         ),
+        ({**PAIR, "system": json.dumps([TOOL], indent=1), "tools": json.dumps([TOOL])}, "tools"),
         ({**PAIR, "images": ["x.png"]}, "images"),
         ({**PAIR, "functions": [TOOL]}, "functions"),
         ({**PAIR, "label": 1}, "label"),
