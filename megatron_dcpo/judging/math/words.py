@@ -26,7 +26,7 @@ _SPELLINGS = (
     *("joule kj", "newton", "watt kw", "volt", "amp ampere", "ohm", "pa pascal kpa", "hz hertz"),
     *("mph", "kmh kph", "mol mole", "calorie cal kcal", "bit", "byte", "acre", "people person"),
     *("child children", "man men", "woman women", "mouse mice", "tooth teeth", "sheep fish"),
-    "unit",
+    "unit st nd rd th",  # an ordinal number is the number
 )
 _LETTERS = {
     "m": "meter",
@@ -242,6 +242,16 @@ def same_name(answer: str, key: str) -> bool | None:
     said = normalize(answer)
     wanted = normalize(key)
     return _TRUTH.get(said, said) == _TRUTH.get(wanted, wanted)
+
+
+def bare_names(text: str) -> str:
+    r"""Return a text with names of mathematics as they are: ``\text{infinity}`` as infinity."""
+    return _IN_TEXT.sub(_name_in_text, text)
+
+
+def _name_in_text(match: re.Match[str]) -> str:
+    name = match[1].strip().lower()
+    return name if name in _NAMES else match[0]
 
 
 def is_word(text: str) -> bool:
