@@ -93,7 +93,8 @@ def listed_tools(row: SchemaRow, messages: Messages, where: str) -> tuple[dict[s
     first = "".join(messages[0]["content"].split()).replace("'", '"')
     functions = [tool.get("function", tool) for tool in tools]
     names = [one.get("name") for one in functions if isinstance(one, Mapping)]
-    if names and all(f'"name":"{name}"' in first for name in names):
+    is_listed = "<tools>" in first or all(f'"name":"{name}"' in first for name in names)
+    if tools and is_listed:
         raise UserError(
             f"{where}: the first message lists the tools that the row has as tools; remove them "
             "from one, or leave the latter out by data.columns={tools: ''}"

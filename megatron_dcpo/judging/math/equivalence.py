@@ -103,8 +103,8 @@ def _equivalent(answer: str, key: str) -> bool:
     by_form = _verdict_of_forms(answer, key)
     if by_form is not None:
         return by_form
-    given = words.measured(latex.spell_out(words.bare_names(answer)))
-    wanted = words.measured(latex.spell_out(words.bare_names(key)))
+    given = words.measured(latex.spell_out(answer))
+    wanted = words.measured(latex.spell_out(key))
     if words.differ(given, wanted):
         return False
     return _equal_values(given.number, wanted.number)

@@ -53,9 +53,7 @@ _NUMBER_WORD = re.compile(
 )
 _PLURAL = re.compile(r"[a-z]{2,}(?<![sui])s")  # and not loss, plus, axis
 _NO_PLURALS = re.compile(r"\w+wards|minus|always|perhaps|afterwards|news|sometimes|less")
-_SHORT = frozenset(
-    ("am", "pm", "ad", "bc", "ce", "bce", "st", "nd", "rd", "th", "lac")
-)  # bare, and no product
+_SHORT = frozenset(("am", "pm", "ad", "bc", "ce", "bce", "lac"))  # bare, and no product
 
 _TEXT = r"\\(?:text[a-z]*|mathrm|mbox|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _SPACE = r"\s+|~|\\[ ,;:!]"
@@ -242,16 +240,6 @@ def same_name(answer: str, key: str) -> bool | None:
     said = normalize(answer)
     wanted = normalize(key)
     return _TRUTH.get(said, said) == _TRUTH.get(wanted, wanted)
-
-
-def bare_names(text: str) -> str:
-    r"""Return a text with names of mathematics as they are: ``\text{infinity}`` as infinity."""
-    return _IN_TEXT.sub(_name_in_text, text)
-
-
-def _name_in_text(match: re.Match[str]) -> str:
-    name = match[1].strip().lower()
-    return name if name in _NAMES else match[0]
 
 
 def is_word(text: str) -> bool:

@@ -153,6 +153,7 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
             },
             "tools",
         ),
+        ({**PAIR, "system": "<tools>[]</tools>", "tools": [TOOL]}, "tools"),
         ({**PAIR, "system": json.dumps([TOOL], indent=1), "tools": json.dumps([TOOL])}, "tools"),
         ({**PAIR, "images": ["x.png"]}, "images"),
         ({**PAIR, "functions": [TOOL]}, "functions"),
