@@ -57,6 +57,12 @@ _SIZES = (
 # counts that may be 0
 _NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
 _ABSURD = 1 << 40
+# what the tensors of a checkpoint are numbered by
+_NUMBERED = (
+    *("num_hidden_layers", "num_nextn_predict_layers"),
+    *("num_experts", "num_local_experts", "n_routed_experts"),
+)
+_MOST_NUMBERED = 1 << 12
 # of which null is no value for transformers, and could stand for the family's or for none
 _NEVER_NULL = (
     *("hidden_act", "hidden_activation", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm"),
@@ -176,16 +182,16 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
 
 def _check_types(config: dict[str, Any], traits: Traits, source: str) -> None:
     """Raise :class:`UserError` for a key that is no count, number or switch and ought to be one."""
-    for key in _SIZES:
+    for key in (*_SIZES, *_NUMBERS):
         value = config.get(key)
         if key == "sliding_window" and traits.windows is None:
             continue  # transformers writes 0 for a model of Qwen2-MoE that has none
-        if value is not None and not (type(value) is int and 0 < value < _ABSURD):
-            raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
-    for key in _NUMBERS:
-        value = config.get(key)
-        if value is not None and not (type(value) is int and 0 <= value < _ABSURD):
-            raise UserError(f"{source}: {key} must be a number, not {value!r:.40}")
+        least = 0 if key in _NUMBERS else 1
+        most = _MOST_NUMBERED if key in _NUMBERED else _ABSURD
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise UserError(
+                f"{source}: {key} must be a number from {least} to {most}, not {value!r:.40}"
+            )
     for key in _NEVER_NULL:
         if key in config and config[key] is None:
             raise UserError(f"{source}: {key} is null; remove it, or give its value")

@@ -96,6 +96,7 @@ def _add_bound_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import httpx2
     from prometheus_client import CollectorRegistry
 
     from megatron_dcpo.runtime.http_json import without_password
@@ -125,11 +126,9 @@ def run(args: argparse.Namespace) -> int:
     timeouts = Timeouts(head=args.client_seconds)
     server = server_of(guarded(app, is_loopback(args.host), keys), args.grace, timeouts)
     host, port = listening.getsockname()[:2]
+    url = httpx2.URL(scheme="http", host=host, port=port, path="/v1")
     endpoint = without_password(args.endpoint)
-    print(
-        printable(f"http://{host}:{port}/v1 passes requests on to {endpoint}; Ctrl-C ends it"),
-        flush=True,
-    )
+    print(printable(f"{url} passes requests on to {endpoint}; Ctrl-C ends it"), flush=True)
     # what is imported stays: the garbage collector need not look at it again and again, nor at
     # every few hundred of the objects that a reply consists of
     gc.collect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from megatron_dcpo.errors import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+_LONGEST = 1 << 26  # characters of a chat
 _QUESTION, _ANSWER = "What is 1+1?", "It is two."
 # openings of turns in other models' templates, which no question begins or ends with
 _OPENINGS = (
@@ -109,6 +113,8 @@ def write_chat(
             f"{type(error).__name__}: {one_line(error, 200)}"
         ) from error
     assert isinstance(text, str)
+    if len(text) > _LONGEST:
+        raise PromptError(f"the chat template writes {len(text)} characters for one chat")
     return text
 
 
@@ -136,6 +142,26 @@ def _arguments(tokenizer: PreTrainedTokenizerBase, switches: ChatSwitches) -> di
             "none that is called default; rename one, or keep only one"
         )
     return arguments
+
+
+@functools.lru_cache(maxsize=16)
+def report_thinking(tokenizer: PreTrainedTokenizerBase, thinking: str) -> None:
+    """Say, once, that the template's prompts are not what ``data.thinking`` wants, since it has no
+    switch of the thinking.
+    """
+    question = ({"role": "user", "content": _QUESTION},)
+    try:
+        off, on = (write_chat(tokenizer, question, ChatSwitches(one)) for one in ("off", "on"))
+    except PromptError:
+        return
+    thinks = any(on.rstrip().endswith(opening) for opening, _ in THINKING)
+    if off == on and thinking != "auto" and thinks != (thinking == "on"):
+        logger.warning(
+            "data.thinking=%s changes nothing: the chat template has no switch of the thinking, "
+            "and its prompts %s it",
+            thinking,
+            "open" if thinks else "do not open",
+        )
 
 
 def _line_of_template(error: Exception) -> str:

@@ -33,6 +33,7 @@ from megatron_dcpo.data.chat_template import (
     check_unwritten,
     check_written,
     in_template_words,
+    report_thinking,
     write_chat,
 )
 from megatron_dcpo.data.chats import TEMPLATE_KEYS, Message, Messages
@@ -285,6 +286,7 @@ def encode_chat(
     which names what it leaves out.
     """
     switches = ChatSwitches(thinking, date, tools)
+    report_thinking(tokenizer, thinking)
     messages = in_template_words(tokenizer, messages)
     check_written(tokenizer, messages, switches, to_answer=True)
     text = write_chat(tokenizer, messages, switches)

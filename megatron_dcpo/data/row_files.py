@@ -36,6 +36,7 @@ _SHARD = re.compile(
     r"(?P<split>.+?)[-_.](?P<number>\d+)[-_]of[-_](?P<total>\d+)"
     r"(?P<fingerprint>[-_.][0-9a-zA-Z_-]{1,80})?(?P<suffix>(?:\.[a-z]+)+)"
 )
+_OTHER_SEPARATOR = re.compile("[;\t|]")  # of a CSV file's columns
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
@@ -261,8 +262,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 if names.count(name) > 1:
                     raise UserError(f"{path}: two columns are called {name!r:.60}; rename one")
             for values in lines:
-                if len(names) == 1 and ";" in names[0]:
-                    raise UserError(f"{path}: its columns are separated by ; write commas")
+                if len(names) == 1 and (other := _OTHER_SEPARATOR.search(names[0])):
+                    raise UserError(f"{path}: {other[0]!r} separates its columns; write commas")
                 if values and len(values) != len(names):
                     columns = f"{len(values)} values for {len(names)} columns"
                     raise UserError(

@@ -88,12 +88,16 @@ def with_passage(messages: Messages, passage: str) -> Messages:
 
 
 def listed_tools(row: SchemaRow, messages: Messages, where: str) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a row. Raises :class:`UserError` if the system message lists them too."""
+    """Return the tools of a row. Raises :class:`UserError` if the first message lists them too."""
     tools = tools_of(row.tools, where)
-    if tools and messages[0]["role"] == "system" and "<tools>" in messages[0]["content"]:
+    first = "".join(messages[0]["content"].split()).replace("'", '"')
+    functions = [tool.get("function", tool) for tool in tools]
+    names = [one.get("name") for one in functions if isinstance(one, Mapping)]
+    is_listed = "<tools>" in first or all(f'"name":"{name}"' in first for name in names)
+    if tools and is_listed:
         raise UserError(
-            f"{where}: the system message lists tools, and the row has them as tools; remove one, "
-            "or leave the latter out by data.columns={tools: ''}"
+            f"{where}: the first message lists the tools that the row has as tools; remove them "
+            "from one, or leave the latter out by data.columns={tools: ''}"
         )
     return tools
 

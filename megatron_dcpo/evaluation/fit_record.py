@@ -54,6 +54,12 @@ class FittedOn:
         """Return whether a model, or the directory that it names, is one of the fitted ones."""
         return any(model == one or _is_same_directory(model, one) for one in self.models)
 
+    def mixed(self) -> list[str]:
+        """Return in words what differs among the evaluations of the answers."""
+        values: dict[str, Sequence[object]] = {"model": self.models}
+        values |= {name: getattr(self, _COMPARED[name]) for name in _OF_AN_EVALUATION}
+        return [f"{name} {_words(found)}" for name, found in values.items() if len(found) > 1]
+
     def differences(self, asked: FittedOn) -> list[str]:
         """Return in words what ``asked``, other answers, have and these have not."""
         found = []
@@ -80,6 +86,9 @@ _COMPARED = {
     "thinking": "thinking",
     "form of the answer": "forms",
 }
+
+# of them one evaluation has one value
+_OF_AN_EVALUATION = ("temperature", "top_p", "top_k", "marker", "thinking")
 
 
 def _difference(name: str, now: Sequence[object], fitted: Sequence[object]) -> str:

@@ -76,6 +76,12 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
             "there is no settings.json next to the samples, so the predictor does not say what it "
             "was fitted on, and dcpo serve takes it only with --accept-mismatch"
         )
+    elif mixed := fitted_on.mixed():
+        logger.warning(
+            "the samples are a mixture (%s): a predictor that is calibrated on all of them need "
+            "not be so on any of them; fit one on each",
+            "; ".join(mixed),
+        )
     confidences = predictor.predict(held_out or samples)
     record = record_of(fitted_on, held_out, confidences)
     record = replace(record, finish_reasons=finish_reasons_of(samples))

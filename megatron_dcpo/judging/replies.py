@@ -5,7 +5,7 @@ log-probs, and where its tokens end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from megatron_dcpo.types import Response
 
 # what reading a reply of another form raises
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+# that completions are asked for: to llama.cpp 0 of them is no log-prob at all
+FEWEST_TOPS = 1
 # servers write it for minus infinity, which JSON does not have
 _LOWEST_LOGPROB = -9999.0
 # how servers say that a response ended with an end token or at a stop text
@@ -23,42 +25,35 @@ _FINISHED = frozenset({"stop", "eos", "eos_token", "end_turn", "stop_sequence"})
 _ROUNDED = 1e-3
 
 
+class _Logged(NamedTuple):
+    """What a server says of each token: its bytes, its log-prob, the largest ones in its place."""
+
+    tokens: list[bytes]
+    logprobs: list[Any]
+    tops: list[list[Any]]
+
+
 def response_of_choice(
-    prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str
+    prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str, tops: int = 0
 ) -> Response:
-    """Return one sample from a server's reply. Raises one of :data:`UNREADABLE` for a reply
-    of another form.
+    """Return one sample from a server's reply, with the ``tops`` largest log-probs of each token if
+    there are as many. Raises one of :data:`UNREADABLE` for a reply of another form.
     """
-    logged = choice.get("logprobs") or {}
-    lengths = []
-    tops = []
-    if api == "chat":
-        text = _with_reasoning(choice["message"])
-        rows = logged.get("content") or []
-        logprobs = [row["logprob"] for row in rows]
-        for row in rows:
-            token = row.get("bytes") or str(row.get("token", "")).encode(errors="replace")
-            lengths.append(len(token))
-            tops.append([top["logprob"] for top in row.get("top_logprobs") or []])
-    else:
-        text = choice["text"] or ""
-        logprobs = logged.get("token_logprobs") or []
-        for token in logged.get("tokens") or []:
-            lengths.append(len(str(token).encode(errors="replace")))
-        for row in logged.get("top_logprobs") or []:
-            tops.append(list((row or {}).values()))
+    text = _with_reasoning(choice["message"]) if api == "chat" else choice["text"] or ""
     if not isinstance(text, str):
         raise ValueError(f"a response that is not text but {type(text).__name__}")
+    logged = _read_logprobs(choice.get("logprobs") or {})
     # Servers add the sampled token if it is not among the most probable ones.
-    width = min(map(len, tops), default=0)
+    width = min(map(len, logged.tops), default=0)
     top_logprobs = None
-    if width:
-        largest = [sorted(row, reverse=True)[:width] for row in tops]
+    if tops and width and len(logged.tops) == len(logged.logprobs):
+        largest = [sorted(row, reverse=True)[: min(tops, width)] for row in logged.tops]
         top_logprobs = _checked_logprobs(largest, 2)
     token_ends = None
-    if len(lengths) == len(logprobs):
-        token_ends = ends_of_tokens(lengths, text)
-    finite = [_LOWEST_LOGPROB if value is None else value for value in logprobs]
+    if len(logged.tokens) == len(logged.logprobs):
+        text = _as_sampled(text, logged.tokens)
+        token_ends = ends_of_tokens(list(map(len, logged.tokens)), text)
+    finite = [_LOWEST_LOGPROB if value is None else value for value in logged.logprobs]
     return Response(
         prompt_id=prompt_id,
         sample_index=repeat,
@@ -94,6 +89,47 @@ def _with_reasoning(message: Mapping[str, Any]) -> object:
     if text:
         return f"{opening}{thinking}{end}{text}"
     return f"{opening}{thinking}"
+
+
+def _read_logprobs(logged: Mapping[str, Any]) -> _Logged:
+    """Return the log-probs of a choice, in either form, whichever a server writes where: a row for
+    each token, or lists.
+    """
+    rows = logged.get("content")
+    if rows:
+        return _Logged(
+            tokens=[bytes(row.get("bytes") or _encoded(row.get("token", ""))) for row in rows],
+            logprobs=[row["logprob"] for row in rows],
+            tops=[[top["logprob"] for top in row.get("top_logprobs") or []] for row in rows],
+        )
+    return _Logged(
+        tokens=[_encoded(token) for token in logged.get("tokens") or []],
+        logprobs=logged.get("token_logprobs") or [],
+        tops=[list((row or {}).values()) for row in logged.get("top_logprobs") or []],
+    )
+
+
+def _as_sampled(text: str, tokens: Sequence[bytes]) -> str:
+    """Return the text that the tokens make up, of which an end token may be the last, if ``text``
+    differs from it in white space alone, as where a reasoning parser has cut it. The tag that opens
+    the thinking may be the prompt's.
+    """
+    same = {_without_space(text)}
+    opening, end = (tag.decode() for tag in KNOWN[0])
+    if end in text:
+        same.add(_without_space(text).removeprefix(opening))
+    for sampled in (b"".join(tokens), b"".join(tokens[:-1])):
+        if tokens and _without_space(written := sampled.decode(errors="replace")) in same:
+            return written
+    return text
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def _encoded(token: object) -> bytes:
+    return str(token).encode(errors="replace")
 
 
 def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:

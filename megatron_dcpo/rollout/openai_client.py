@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.judging.replies import UNREADABLE, response_of_choice
+from megatron_dcpo.judging.replies import FEWEST_TOPS, UNREADABLE, response_of_choice
 from megatron_dcpo.rollout.sampling import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient, may_pass
 from megatron_dcpo.runtime.served_models import VERSIONED
@@ -115,14 +115,18 @@ class Endpoint:
 
         def read(reply: Mapping[str, Any]) -> Response:
             return response_of_choice(
-                prompt_id=prompt.prompt_id, repeat=repeat, choice=reply["choices"][0], api=self.api
+                prompt_id=prompt.prompt_id,
+                repeat=repeat,
+                choice=reply["choices"][0],
+                api=self.api,
+                tops=self.sampling.top_logprobs,
             )
 
         try:
             return self._call(
                 path=path,
                 body=self._body(prompt, repeat),
-                logprobs=self.sampling.max_tokens * (1 + self.sampling.top_logprobs),
+                logprobs=self.sampling.max_tokens * (2 + self.sampling.top_logprobs),
                 read=read,
                 stop=stop,
             )
@@ -204,7 +208,7 @@ class Endpoint:
                 body["top_logprobs"] = sampling.top_logprobs
         else:
             body["prompt"] = list(prompt.token_ids) or plain_text(prompt.messages)
-            body["logprobs"] = sampling.top_logprobs
+            body["logprobs"] = max(sampling.top_logprobs, FEWEST_TOPS)
         body.update(self.extra_body)
         return body
 

@@ -59,7 +59,13 @@ BODY_SECONDS = 60.0
 _KEPT_KEYS = 1 << 16  # of sessions that are over
 _START_SECONDS = 30.0
 _SMALL = 1 << 14  # bytes or characters that are read or encoded in milliseconds
-_CODES = {404: "not_found", 405: "method_not_allowed", 408: "too_slow", 413: "too_large"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    413: "too_large",
+    415: "compressed",
+}
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,7 @@ class PolicyEndpoint:
     async def _reply(self, request: Request, kind: type[OpenAIRequest]) -> HttpResponse:
         opened = self._open_session(request)
         try:
-            content = await whole_body(request.receive, BODY_BYTES, BODY_SECONDS)
+            content = await whole_body(request.scope, request.receive, BODY_BYTES, BODY_SECONDS)
             wanted = await _beside(len(content), partial(read_request, content, kind))
             call = self._pending(opened, wanted.call(), content, request.headers)
             turns = await self._answer(opened, call, request.receive)

@@ -464,11 +464,15 @@ class _Nccl:
 
 
 def _address_towards(url: str) -> str:
-    """Return this host's address as the server at ``url`` can reach it. Nothing is sent."""
+    """Return this host's address as the server at ``url`` can reach it, IPv4 if both have one.
+    Nothing is sent.
+    """
     parts = urlsplit(url)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = min(found)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise EngineError(f"no way to {url}: {one_line(error, 100)}") from None

@@ -26,10 +26,14 @@ class BadRequestError(Exception):
         self.status = status
 
 
-async def whole_body(receive: Receive, most: int, seconds: float) -> bytes:
+async def whole_body(scope: Message, receive: Receive, most: int, seconds: float) -> bytes:
     """Return the body of a request. Raises :class:`ClientLeftError`, and :class:`BadRequestError`
-    for one of more than ``most`` bytes, and for one that takes longer than ``seconds``.
+    for one of more than ``most`` bytes, for one that takes longer than ``seconds``, and for one
+    that is compressed: what it unpacks to would have no limit.
     """
+    coding = dict(scope["headers"]).get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.strip().lower() not in ("", "identity"):
+        raise BadRequestError(f"Content-Encoding {coding}: send the body as it is", 415)
     try:
         async with asyncio.timeout(seconds):
             return await _body(receive, most)

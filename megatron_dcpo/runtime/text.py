@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +54,35 @@ def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - JSON of any shape
     """Return the JSON value in ``text``, with its strings :func:`encodable`. NaN and Infinity are
     numbers.
 
+    Raises as :func:`parse_json_as_it_is`.
+    """
+    value = parse_json_as_it_is(text)
+    if isinstance(text, str):
+        has_surrogate = bool(_LONE_SURROGATE.search(text) or _SURROGATE_ESCAPE.search(text))
+    else:
+        has_surrogate = bool(_SURROGATE_ESCAPE_IN_BYTES.search(text))
+    if has_surrogate:
+        return _map_strings(value)
+    return value
+
+
+def parse_json_as_it_is(text: str | bytes, number: Callable[[str], Any] = float) -> Any:  # noqa: ANN401 - JSON of any shape
+    """Return the JSON value in ``text``, with lone surrogates in its strings; ``number`` reads what
+    is no integer.
+
     Raises :class:`ValueError` for text that is not JSON or not UTF-8, for a value of more than
     ``DEEPEST`` levels, and for an integer with more digits than Python converts.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=number, parse_constant=number)
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels deep") from None
     if isinstance(text, str):
         openings = text.count("[") + text.count("{")
-        has_surrogate = bool(_LONE_SURROGATE.search(text) or _SURROGATE_ESCAPE.search(text))
     else:
         openings = text.count(b"[") + text.count(b"{")
-        has_surrogate = bool(_SURROGATE_ESCAPE_IN_BYTES.search(text))
     if openings > DEEPEST and not _is_shallow(value):
         raise ValueError(f"more than {DEEPEST} levels deep")
-    if has_surrogate:
-        return _map_strings(value)
     return value
 
 

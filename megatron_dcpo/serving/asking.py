@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megatron_dcpo.judging.replies import FEWEST_TOPS
 from megatron_dcpo.serving.calibrator import Calibrator, Names
 from megatron_dcpo.serving.json_text import objects_in, read_json
 
@@ -84,13 +85,16 @@ def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names:
         refusal = "echo: the text begins with the prompt"
         wanted = False
     shows, shown_tops = _asked_logprobs(body, api)
+    if api == "completions":
+        tops = max(tops, FEWEST_TOPS)
     adds = wanted and (not shows or tops > shown_tops)
+    most = max(tops, shown_tops)
     if adds and api == "chat":
         sent["logprobs"] = True
-        if max(tops, shown_tops):
-            sent["top_logprobs"] = max(tops, shown_tops)
+        if most:
+            sent["top_logprobs"] = most
     elif adds:
-        sent["logprobs"] = max(tops, shown_tops)
+        sent["logprobs"] = most
     return Asked(
         api=api,
         body=body,
@@ -131,7 +135,7 @@ def hide_logprobs(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever
         return
     for one in objects_in(value):
         if asked.shows_logprobs:
-            _cut_alternatives(one, asked)
+            _cut_alternatives(one, asked.shown_tops)
         else:
             one.update({name: None for name in one if _is_logged(name)})
 
@@ -142,15 +146,15 @@ def _is_logged(name: str) -> bool:
     return any(part in plain for part in _LOGGED)
 
 
-def _cut_alternatives(holder: dict[str, Any], asked: Asked) -> None:
-    """Leave as many of the largest log-probs of each token as the client asked for."""
+def _cut_alternatives(holder: dict[str, Any], count: int) -> None:
+    """Leave the ``count`` largest log-probs of each token, in the row of one or in a list."""
     if "top_logprobs" not in holder:
         return
     found = holder["top_logprobs"]
     if not isinstance(found, list):
         holder["top_logprobs"] = None
-    elif asked.api == "chat":
-        holder["top_logprobs"] = found[: asked.shown_tops]
+    elif "logprob" in holder:
+        holder["top_logprobs"] = found[:count]
     else:
         tokens = holder.get("tokens")
         if not isinstance(tokens, list):
@@ -158,7 +162,7 @@ def _cut_alternatives(holder: dict[str, Any], asked: Asked) -> None:
         rows = []
         for position, top in enumerate(found):
             sampled = tokens[position] if position < len(tokens) else None
-            rows.append(_largest(top, asked.shown_tops, sampled))
+            rows.append(_largest(top, count, sampled))
         holder["top_logprobs"] = rows or None
 
 

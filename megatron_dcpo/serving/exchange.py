@@ -13,6 +13,7 @@ from megatron_dcpo.serving.json_text import compact, error_body
 
 Headers = list[tuple[bytes, bytes]]
 
+STATUSES = range(200, 600)  # of an answer
 _REPLACED = (b"content-length", b"accept-encoding", b"transfer-encoding")
 _JSON = (b"content-type", b"application/json")
 _RETRY_SECONDS = b"2"
@@ -75,7 +76,7 @@ class UpstreamReply:
         message = await self._next()
         self.status = message["status"]
         self.headers = [(name.lower(), value) for name, value in message.get("headers", ())]
-        if not 200 <= self.status < 600:
+        if self.status not in STATUSES:
             raise UpstreamError(f"the upstream answers with the status {self.status}")
 
     async def _next(self) -> Message:

@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dcpo.runtime.text import parse_json_as_it_is
+
 
 def read_json(content: bytes) -> Any:  # noqa: ANN401 -- whatever JSON holds
     """Return the value of a JSON text, with null for numbers that a float cannot hold. Raises
-    ValueError for anything else, nested too deeply for one.
+    ValueError for anything else.
     """
-    try:
-        return json.loads(content, parse_float=_finite, parse_constant=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return parse_json_as_it_is(content, number=_finite)
 
 
 def compact(value: object) -> bytes:

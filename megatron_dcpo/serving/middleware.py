@@ -130,7 +130,7 @@ class ConfidenceMiddleware:
         """
         bounds = self.service.bounds
         async with self.gate.admitted(receive) as body:
-            content = await whole_body(body, bounds.request_bytes, bounds.body_seconds)
+            content = await whole_body(scope, body, bounds.request_bytes, bounds.body_seconds)
             asked = self._asked(content, scope["path"])
             async with exchange(self.app, scope, receive, compact(asked.sent)) as reply:
                 if reply.status not in _REFUSALS or not asked.adds_logprobs:

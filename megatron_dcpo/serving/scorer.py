@@ -22,7 +22,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.calibrator import Calibrator
 from megatron_dcpo.serving.finishing import why_not_whole
-from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus, Prompt
+from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus, Prompt, Response
 
 # without a tokenizer, <think> is taken to open the thinking, as in an evaluation of a server
 _TOKENS = TokenBytes((), KNOWN[0])
@@ -94,7 +94,6 @@ class Scorer:
         ``unreadable``, for a reason.
         """
         try:
-            _check_rows(choice)
             sample = self._sample(asked, choice)
         except UNREADABLE as error:
             return self._none(f"unreadable: {type(error).__name__}")
@@ -109,7 +108,7 @@ class Scorer:
         if self.calibrator is not None:
             confidence = self._predicted(sample)
         if confidence is None:
-            return self._none("no_inputs: the predictor lacks inputs", raw, has_block)
+            return self._none(_why_no_inputs(sample.response), raw, has_block)
         abstains = None
         if self.threshold is not None:
             abstains = confidence < self.threshold.confidence
@@ -135,7 +134,8 @@ class Scorer:
             kind=asked.labels.get("kind"),
             row=asked.labels,
         )
-        response = response_of_choice(_ID, 0, choice, asked.api)
+        tops = 0 if self.calibrator is None else self.calibrator.top_logprobs
+        response = response_of_choice(_ID, 0, choice, asked.api, tops)
         judgement = judge_many(
             [response],
             {_ID: prompt},
@@ -145,9 +145,6 @@ class Scorer:
             form=self.form,
         )[0]
         assert judgement is not None, "nothing is verified"
-        tops = 0
-        if self.calibrator is not None:
-            tops = self.calibrator.top_logprobs
         return measured_sample(prompt, response, judgement, keep_features=tops > 0)
 
     def _raw(self, sample: Sample) -> float | None:
@@ -205,14 +202,11 @@ class Scorer:
         return text
 
 
-def _check_rows(choice: Mapping[str, Any]) -> None:
-    """Raise ValueError if a completion has alternatives for some of its tokens only."""
-    logged = choice.get("logprobs")
-    if not isinstance(logged, Mapping):
-        return
-    tops = logged.get("top_logprobs")
-    if tops and len(tops) != len(logged.get("token_logprobs") or ()):
-        raise ValueError("alternatives for some of the tokens only")
+def _why_no_inputs(response: Response) -> str:
+    """Return why a predictor has no number for a response."""
+    if response.token_ends is None:
+        return "no_inputs: the tokens do not make up the text, as behind a reasoning parser"
+    return "no_inputs: the predictor lacks inputs"
 
 
 def _finite(value: float | None) -> float | None:

@@ -42,7 +42,6 @@ class Stream:
         self.waiting: list[bytes] = []  # events without choices, behind the end of a choice
         self.last: Chunk = {}
         self.unreadable = ""  # what could not be read, and may be of any choice
-        self.has_data = False
         self.is_complete = False
         self.is_broken = False
         self.size = 0
@@ -67,12 +66,16 @@ class Stream:
         :meth:`feed`.
         """
         rest = await self.feed(b"", is_last=True)
+        return rest + await self._complete()
+
+    async def _complete(self, end: bytes = b"") -> bytes:
+        """Return what the client gets at the ``end`` of the upstream's stream."""
         if self.is_complete:
-            return rest
-        if not self.has_data:
-            return rest + await self.broken("the upstream's answer is no stream of events")
+            return b""
+        if not self.choices and not self.unreadable:
+            return await self.broken("the upstream's stream has no answer")
         self.is_complete = True
-        return rest + await self._finish()
+        return await self._finish() + end
 
     async def broken(self, words: str) -> bytes:
         """Return the end of a stream that has no end of its own: what is left of the texts, without
@@ -100,11 +103,8 @@ class Stream:
             return event.encoded()
         if self.is_complete:  # nobody reads on
             return b""
-        self.has_data = True
         if event.data.strip() == DONE:
-            rest = await self._finish()
-            self.is_complete = True
-            return rest + event.encoded()
+            return await self._complete(event.encoded())
         try:
             value = read_json(event.data.encode())
         except ValueError:

@@ -15,7 +15,8 @@ from megatron_dcpo.serving.scorer import Scored, Scorer
 
 Chunk = dict[str, Any]
 
-_COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs")
+# the lists of log-probs, in either form
+_LOGGED = ("content", "tokens", "token_logprobs", "top_logprobs")
 _WORD = "confidence"
 # possessive: what one part has taken, no other one is tried with, so that the time is linear
 _SPACE = r"[ \t\r\n\f\v]*+"
@@ -205,12 +206,11 @@ class StreamedChoice:
         """Keep the log-probs of a chunk, and return whether there are any."""
         if not logged:
             return False
-        names = ("content",) if self.asked.api == "chat" else _COMPLETION_LISTS
         if not isinstance(logged, dict):
             self.unreadable = "log-probs of another form"
             return False
         found = False
-        for name in names:
+        for name in _LOGGED:
             rows = logged.get(name)
             if not isinstance(rows, list | None):
                 self.unreadable = "log-probs of another form"

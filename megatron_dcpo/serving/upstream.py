@@ -17,7 +17,7 @@ from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.asgi import Message, Receive, Send, until_client_leaves, whole_body
 from megatron_dcpo.runtime.http_json import without_password
 from megatron_dcpo.runtime.served_models import VERSIONED
-from megatron_dcpo.serving.exchange import Headers, send_body, send_error, send_head
+from megatron_dcpo.serving.exchange import STATUSES, Headers, send_body, send_error, send_head
 
 # they are about one connection, not about what travels over it
 _OF_THE_CONNECTION = frozenset(
@@ -74,7 +74,7 @@ class Upstream:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         content = b""
         if scope["method"] == "POST":
-            content = await whole_body(receive, self.most, self.seconds)
+            content = await whole_body(scope, receive, self.most, self.seconds)
         answering = asyncio.ensure_future(self._answer(scope, content, send))
         leaving = asyncio.ensure_future(until_client_leaves(receive))
         try:
@@ -101,6 +101,9 @@ class Upstream:
             await send_error(send, _UNREACHABLE, f"{self.named} does not answer ({words})")
             return
         try:
+            if problem := _problem_of(reply):
+                await send_error(send, _UNREACHABLE, f"{self.named} {problem}")
+                return
             await send_head(send, reply.status_code, _headers_of(reply))
             with suppress(httpx2.HTTPError, OSError):
                 async for piece in reply.aiter_bytes():
@@ -131,6 +134,17 @@ class Upstream:
             path = VERSIONED.sub("", version) + path
         raw_path = path.encode() + b"?" + query if query else path.encode()
         return self.url.copy_with(raw_path=raw_path)
+
+
+def _problem_of(reply: httpx2.Response) -> str:
+    """Return why a reply is not passed on, "" if it is. Whoever follows a redirect leaves this
+    server.
+    """
+    if reply.has_redirect_location:
+        return "redirects, which is not followed: --endpoint has to be the address itself"
+    if reply.status_code not in STATUSES:
+        return f"answers with the status {reply.status_code}"
+    return ""
 
 
 def _headers_of(reply: httpx2.Response) -> Headers:

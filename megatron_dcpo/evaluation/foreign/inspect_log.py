@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _ZSTANDARD = 93  # the number of this compression in a zip file
 
+_NEWEST = 2  # version of the format
 _SUCCESS = "success"  # the status of an evaluation that has ended well
 
 # Reasons of an output that is complete: "tool_calls" stays behind an agent that submits its answer
@@ -53,12 +53,18 @@ def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
     well is said.
     """
     try:
-        header, samples = _parts_of_inspect(file)
-    except (OSError, LookupError, ValueError, TypeError, zlib.error) as error:
+        yield from _samples_of_inspect(file, scorer)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a log of another form leads to
+        why = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(
-            f"{file}: not a readable log of Inspect ({one_line(error, 200)}); inspect log convert "
-            "writes it again"
+            f"{file}: not a readable log of Inspect ({why}); inspect log convert writes it again"
         ) from None
+
+
+def _samples_of_inspect(file: Path, scorer: str) -> Iterator[Answered]:
+    header, samples = _parts_of_inspect(file)
     about = header.get("eval") or {}
     task = str(about.get("task") or file.stem)
     _report_unfinished(file, str(header.get("status") or _SUCCESS), len(samples), about)
@@ -135,21 +141,37 @@ def _score_of(sample: Mapping[str, Any], scorer: str, where: str) -> tuple[Any, 
 
 
 def _parts_of_inspect(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the header of a log and its samples by name. Raises OSError, LookupError, ValueError,
-    TypeError or zlib.error for a file that is damaged.
+    """Return the header of a log and its samples by name. Raises :class:`UserError` for a log
+    without a header, and for one of a version that is not read.
     """
     if file.suffix == ".json":
         log = json.loads(file.read_bytes())
+        _check_version(file, log)
         numbered = enumerate(log["samples"] or [], start=1)
         return log, {f"sample {number}": sample for number, sample in numbered}
     with zipfile.ZipFile(file) as log:
         entries = {entry.filename: entry for entry in log.infolist()}
+        if "header.json" not in entries:
+            raise UserError(
+                f"{file}: it has no header.json, since its evaluation did not end; inspect log "
+                "recover writes one"
+            )
         header = json.loads(_entry(file, log, entries["header.json"]))
+        _check_version(file, header)
         samples = {}
         for name in sorted(entries):
             if name.startswith("samples/"):
                 samples[name] = json.loads(_entry(file, log, entries[name]))
     return header, samples
+
+
+def _check_version(file: Path, header: Mapping[str, Any]) -> None:
+    version = header.get("version", _NEWEST)
+    if version not in range(1, _NEWEST + 1):
+        raise UserError(
+            f"{file}: a log of Inspect's version {version}, of which 1 to {_NEWEST} are read; "
+            "inspect log convert writes another one"
+        )
 
 
 def _entry(file: Path, log: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:

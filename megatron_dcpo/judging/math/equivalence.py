@@ -31,6 +31,7 @@ _EQUALITY = re.compile(
 _ARITHMETIC = re.compile(
     r"(?:[0-9.+*/^(){}\[\]!\s-]|\\(?:frac|sqrt|cdot|times|div|pi|binom)(?![A-Za-z])|\\[ ,;:!])+"
 )
+_NAME = re.compile(r"\s*[A-Za-z]\s*")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|in)(?![A-Za-z])")
 _IMAGINARY = re.compile(
@@ -136,6 +137,10 @@ def _equal_values(left: str, right: str) -> bool:
         return quick
     if _is_false_equation(left):
         return False
+    sides = _EQUALITY.split(left)
+    numbers = [side for side in sides if _ARITHMETIC.fullmatch(side)]
+    if len(numbers) > 1 and all(side in numbers or _NAME.fullmatch(side) for side in sides):
+        return any(_equal_values(number, right) for number in numbers)
     if left.endswith("%") != right.endswith("%"):
         return _percent_equal(left, right)
     if (r"\pm" in left) != (r"\pm" in right):

@@ -137,6 +137,7 @@ _BRACKETS_BY_NAME = {
 }
 _INVISIBLE = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}")
 _PERCENT = re.compile(r"(?:\s|~)*(?:\\text\s*\{\s*percent\s*\}|(?<=[0-9} ])percent(?![A-Za-z]))")
+_INFINITY = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*[Ii]nfinity\s*\}")
 _DESCENDS = re.compile(r">|\\(?:geq?|gt)(?:slant)?(?![A-Za-z])")
 _TURNED = {">": "<", r"\gt": "<", r"\ge": r"\le ", r"\geq": r"\le "}
 # what may stand before the only value of a box
@@ -153,6 +154,7 @@ def spell_out(text: str) -> str:
     """
     text = without_relation(plain_symbols(_END.sub("", text.strip())))
     text = _ascending(_PERCENT.sub(r"\\%", text))
+    text = _INFINITY.sub(r"\\infty ", text)
     text = plain_text.spell_out(_FONTS.sub(_plain_font, text))
     text = expand_arguments(text)
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", text.replace(r"\varnothing", r"\emptyset"))

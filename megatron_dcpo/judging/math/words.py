@@ -26,7 +26,7 @@ _SPELLINGS = (
     *("joule kj", "newton", "watt kw", "volt", "amp ampere", "ohm", "pa pascal kpa", "hz hertz"),
     *("mph", "kmh kph", "mol mole", "calorie cal kcal", "bit", "byte", "acre", "people person"),
     *("child children", "man men", "woman women", "mouse mice", "tooth teeth", "sheep fish"),
-    "unit",
+    "unit st nd rd th",  # an ordinal number is the number
 )
 _LETTERS = {
     "m": "meter",
@@ -53,9 +53,7 @@ _NUMBER_WORD = re.compile(
 )
 _PLURAL = re.compile(r"[a-z]{2,}(?<![sui])s")  # and not loss, plus, axis
 _NO_PLURALS = re.compile(r"\w+wards|minus|always|perhaps|afterwards|news|sometimes|less")
-_SHORT = frozenset(
-    ("am", "pm", "ad", "bc", "ce", "bce", "st", "nd", "rd", "th", "lac")
-)  # bare, and no product
+_SHORT = frozenset(("am", "pm", "ad", "bc", "ce", "bce", "lac"))  # bare, and no product
 
 _TEXT = r"\\(?:text[a-z]*|mathrm|mbox|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _SPACE = r"\s+|~|\\[ ,;:!]"

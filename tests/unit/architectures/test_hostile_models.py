@@ -80,6 +80,8 @@ LLAMA3 = {
         (CONFIG, {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads"),
         (CONFIG, {"vocab_size": -5}, "vocab_size"),
         (CONFIG, {"vocab_size": 1 << 60}, "vocab_size"),
+        (CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        (CONFIG, {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers"),
         (CONFIG, {"hidden_size": "32"}, "hidden_size"),
         (CONFIG, {"hidden_size": True}, "hidden_size"),
         (CONFIG, {"rms_norm_eps": "small"}, "'small'"),

@@ -148,11 +148,13 @@ def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
         ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "response"),
         (
             {
-                "messages": [{"role": "system", "content": "<tools>[]</tools>"}, USER, ANSWER],
+                "messages": [{"role": "system", "content": f"You have {[TOOL]}."}, USER, ANSWER],
                 "tools": [TOOL],
             },
             "tools",
         ),
+        ({**PAIR, "system": "<tools>[]</tools>", "tools": [TOOL]}, "tools"),
+        ({**PAIR, "system": json.dumps([TOOL], indent=1), "tools": json.dumps([TOOL])}, "tools"),
         ({**PAIR, "images": ["x.png"]}, "images"),
         ({**PAIR, "functions": [TOOL]}, "functions"),
         ({**PAIR, "label": 1}, "label"),
@@ -302,6 +304,34 @@ def test_reasoning_of_an_earlier_turn_is_the_templates_to_leave_out(tmp_path: Pa
     earlier = {**ANSWER, "reasoning_content": "Two and two."}
     (one,) = load(tmp_path, {"messages": [USER, earlier, USER, ANSWER]})
     assert "Two and two" not in texts(one)[0]
+
+
+DROPS_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDS_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if loop.last %}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [DROPS_THOUGHTS, ENDS_LAST, CHATML])
+def test_the_last_turn_of_a_thinking_chat_is_trained_whole_and_once(
+    tmp_path: Path, template: str
+) -> None:
+    """Where a template writes a turn otherwise once another one follows, a prefix of the chat is
+    not the text of the shorter chat.
+    """
+    turns = [USER, {**ANSWER, "content": THINKS}] * 3
+    (one,) = load(tmp_path, {"messages": turns}, tokenizer=tokenizer_with(template))
+    prompt, response = texts(one)
+    assert response == f"{THINKS}<|im_end|>"
+    assert one.weights.tolist() == [1.0] * len(one.response_ids)
+    assert prompt.count("Two and two.") == (0 if template == DROPS_THOUGHTS else 2)
+    assert prompt.endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), TOOL])

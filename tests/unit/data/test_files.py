@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,14 @@ def test_parts_of_any_names_are_all_there_or_refused(tmp_path: Path, pattern: st
     for path in (str(tmp_path), str(tmp_path / "*.jsonl")):
         with pytest.raises(UserError, match="1 of the 3 parts"):
             list(read_rows(path))
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_another_separator_of_columns_is_named(tmp_path: Path, separator: str) -> None:
+    rows = (("problem", "answer"), ("1+1", "2"), ("1/2", "0,5"))
+    (tmp_path / "t.csv").write_text("\n".join(map(separator.join, rows)))
+    with pytest.raises(UserError, match=re.escape(repr(separator))):
+        list(read_rows(tmp_path / "t.csv"))
 
 
 def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:

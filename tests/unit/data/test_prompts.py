@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dcpo.data import prompts
+from megatron_dcpo.data import chat_template, prompts
 from megatron_dcpo.data.datasets import PromptOptions, Record, message_prompts, render_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.tokens import load_tokenizer
+from tests.helpers.chat_policy import tokenizer as chat_tokenizer
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer, save_qwen3
 
@@ -91,6 +92,37 @@ def test_thinking_off_on_and_as_the_template_has_it(thinking: str, switch: bool 
         256,
         *b"x",
     ]
+
+
+_CHAT = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+_THINKS = "<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.parametrize("thinking", ["off", "on", "auto"])
+@pytest.mark.parametrize(
+    ("ending", "is_said"),
+    [
+        ("", {"on"}),
+        (_THINKS, {"off"}),
+        ("{% if thinking_budget %}<think>{% endif %}", {"on"}),
+        ("{% if thinking %}<think>{% endif %}", set()),
+        ("{% if not enable_thinking %}<think></think>{% endif %}", set()),
+    ],
+)
+def test_thinking_that_changes_nothing_is_said(
+    caplog: pytest.LogCaptureFixture, thinking: str, ending: str, is_said: set[str]
+) -> None:
+    tokenizer = chat_tokenizer(f"{_CHAT}{ending}{{# {thinking} #}}")
+    for _ in range(2):
+        prompts.render(tokenizer, user("x"), "chat", thinking=thinking)
+    said = [one.getMessage() for one in caplog.records if "data.thinking" in one.getMessage()]
+    assert len(said) == (thinking in is_said)
+
+
+def test_a_template_that_writes_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_LONGEST", 1000)
+    with pytest.raises(UserError, match="chat template"):
+        prompts.render(chat_tokenizer("{{ 'x' * 10000 }}"), user("x"), "chat")
 
 
 def test_qwen3_with_thinking_off_on_and_auto(tmp_path: Path) -> None:

@@ -204,6 +204,41 @@ def test_an_edited_member_of_several_verifiers_judges_again(
     assert len(server.asked) == 2
 
 
+def test_what_cannot_be_judged_is_counted_and_loses_no_response(
+    evaluate: Evaluate, server: FakeServer, tmp_path: Path
+) -> None:
+    """``--rejudge`` replaces a file by one with as many responses, or leaves it."""
+    fails = (
+        "def verify(response, answer):\n    if answer == '25': raise OSError('down')\n    return 1"
+    )
+    works = "def verify(response, answer):\n    return 1"
+    judged = ("--verifier", "my_reward.py:verify", "judging.max_error_rate=0.5")
+
+    def again(*options: str) -> int:
+        _forget_modules()
+        where = ("--samples", "out/samples.jsonl", "--resamples", "0")
+        return main(["evaluate", *where, *judged, *options])
+
+    file = tmp_path / "my_reward.py"
+    file.write_text(fails)
+    assert evaluate(A, B, options=judged[:2]) != 0, "more than judging.max_error_rate"
+    assert evaluate(options=judged) == 0
+    found = json.loads(Path("out/evaluation.json").read_text())
+    assert found["unjudged"] == 2
+    assert correct_of() == {"6*7?": [True, True]}
+    file.write_text(works)
+    assert evaluate(options=judged) == 0
+    assert "unjudged" not in json.loads(Path("out/evaluation.json").read_text())
+    assert correct_of() == {"6*7?": [True, True], "5*5?": [True, True]}
+    before = Path("out/samples.jsonl").read_bytes()
+    file.write_text(fails)
+    assert again("--rejudge", "--out", "out") != 0
+    assert Path("out/samples.jsonl").read_bytes() == before
+    assert again("--rejudge", "--out", "other") == 0
+    assert json.loads(Path("other/evaluation.json").read_text())["unjudged"] == 2
+    assert Path("out/samples.jsonl").read_bytes() == before
+
+
 def test_a_verifier_that_is_edited_while_it_judges_is_noticed(
     evaluate: Evaluate, server: FakeServer, tmp_path: Path
 ) -> None:

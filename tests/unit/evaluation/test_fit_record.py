@@ -41,7 +41,7 @@ def calibrate(out: Path, *files: str, held_out: float = 0.3) -> Posthoc:
     return Posthoc.load(out)
 
 
-def test_what_the_settings_say_is_kept(tmp_path: Path) -> None:
+def test_what_the_settings_say_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = directory(tmp_path / "a", **SETTINGS)
     again = directory(tmp_path / "b", **SETTINGS, marker="<sure>")
     second = directory(tmp_path / "c", **{**SETTINGS, "model": "other", "top_k": 0})
@@ -49,6 +49,9 @@ def test_what_the_settings_say_is_kept(tmp_path: Path) -> None:
     assert predictor.record is not None
     fitted_on = predictor.record.fitted_on
     assert fitted_on is not None
+    (said,) = [one.getMessage() for one in caplog.records if "mixture" in one.getMessage()]
+    assert "model policy and other; top_k 20 and 0" in said
+    assert fitted_on.mixed() == ["model policy and other", "top_k 20 and 0"]
     assert fitted_on.models == ("policy", "other")
     assert fitted_on.templates == ("paper",)
     assert fitted_on.temperatures == (0.7,)

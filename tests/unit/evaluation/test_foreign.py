@@ -359,6 +359,44 @@ def test_an_inspect_log_as_json(tmp_path: Path) -> None:
     assert read_any(file)[0].prompt.task == "sums"
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 3}, "3"),
+        ({"version": "2"}, "version"),
+        ({"eval": ["sums"]}, "convert"),
+        ({"samples": ["one"]}, "convert"),
+        ({"samples": [{**answer("C"), "scores": ["C"]}]}, "convert"),
+        ({"samples": [{**answer("C"), "output": {"choices": ["4"]}}]}, "convert"),
+    ],
+)
+def test_a_log_of_another_form_is_one_line(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    file = inspect_json(tmp_path, answer("C"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=named) as error:
+        read_any(file)
+    assert "\n" not in str(error.value)
+    binary = tmp_path / "log.eval"
+    header = {**json.loads(file.read_text()), "samples": None}
+    with zipfile.ZipFile(binary, "w") as log:
+        log.writestr("header.json", json.dumps(header))
+        for number, sample in enumerate(json.loads(file.read_text())["samples"]):
+            log.writestr(f"samples/{number}_epoch_1.json", json.dumps(sample))
+    with pytest.raises(UserError, match=named):
+        read_any(binary)
+
+
+def test_a_log_whose_evaluation_did_not_end_names_what_mends_it(tmp_path: Path) -> None:
+    file = tmp_path / "log.eval"
+    with zipfile.ZipFile(file, "w") as log:
+        log.writestr("samples/0_epoch_1.json", json.dumps(answer("C")))
+        log.writestr("_journal/start.json", json.dumps({"version": 2, "eval": {}}))
+    with pytest.raises(UserError, match="inspect log recover"):
+        read_any(file)
+
+
 @pytest.mark.parametrize("status", ["cancelled", "error", "started"])
 @pytest.mark.parametrize("problems", [None, 70])
 def test_a_log_that_did_not_end_well_is_said(

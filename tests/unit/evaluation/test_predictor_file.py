@@ -103,6 +103,14 @@ def test_bytes_that_are_no_predictor_are_refused(tmp_path: Path) -> None:
     np.save(array, np.zeros(3))
     wrong = [b"", content[:900], content[:-30], pickle.dumps(print), array.getvalue()]
     wrong += [bytes(byte ^ (place == at) for place, byte in enumerate(content)) for at in (32, 700)]
+    # a header that does not close, and one that is no literal
+    for head in (b"{'descr': ('<f8', 'shape': (6,)", b"{'descr': open('x')}", b"\tif:\n 1"):
+        broken = io.BytesIO()
+        with zipfile.ZipFile(broken, "w") as file:
+            padded = head.ljust(117) + b"\n"
+            magic = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little")
+            file.writestr("header.npy", magic + padded + bytes(48))
+        wrong.append(broken.getvalue())
     for number, one in enumerate(wrong):
         path = tmp_path / f"{number}.npz"
         path.write_bytes(one)

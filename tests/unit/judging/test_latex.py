@@ -203,13 +203,29 @@ CLASSES: dict[str, tuple[str, str]] = {
         -679 | 555-1234
         1 | 3-2""",
     ),
+    "names and ordinals in text": (
+        r"""\text{infinity} | \infty
+        -\infty | -\text{infinity}
+        (0,\text{Infinity}) | (0,\infty)
+        4\text{th} | 4
+        21 | 21\text{st}""",
+        r"""\text{infinity} | -\infty
+        4\text{th} | 5
+        4\text{th} | \frac{1}{4}""",
+    ),
     "equations of numbers": (
         r"""2+2=4 | 4
         x=2+3=5 | 5
         4=2+2 | 4
         50\%=0.5 | 0.5
+        \sqrt2\approx1.414 | 1.414
+        \sqrt2\approx1.414 | \sqrt{2}
+        \pi\approx3.14 | 3.14
+        x=\frac13=0.333 | \frac{1}{3}
         f(2)=5 | 5""",
         r"""8=7 | 7
+        \sqrt2\approx1.414 | 1.5
+        2\cdot 3=6 | 2
         0=7 | 7
         2+2=5 | 5
         1=2=3 | 3

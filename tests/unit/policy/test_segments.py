@@ -170,6 +170,17 @@ def test_loss_and_gradient_are_those_of_the_segments_with_one_denominator(
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_a_session_of_several_segments_is_one_in_its_group() -> None:
+    method = objective(name="dcpo", loss_aggregation="sequence_mean")
+    apart = group()
+    whole = [replaced(one, response=replaced(one.response, contexts=())) for one in apart]
+    np.testing.assert_array_equal(method.group_scores(apart), method.group_scores(whole))
+    assert method.is_informative(apart) == method.is_informative(whole) is True
+    for one, other in zip(method.score(apart), method.score(whole), strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)
+        np.testing.assert_allclose(one.weights, other.weights)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_log_probs_are_those_of_two_responses(
     monkeypatch: pytest.MonkeyPatch, packing: bool

@@ -384,3 +384,12 @@ def test_many_sessions_at_once_with_large_bodies(running: Running) -> None:
     assert all(len(session.turns) == 1 for session, _ in sessions)
     status, _, _ = running.post(f"/s/{sessions[0][1]}/v1/completions", b" " * ((16 << 20) + 1))
     assert status == 413
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_a_compressed_body_is_refused_by_its_header(running: Running, coding: str) -> None:
+    _, key = running.session()
+    path = f"/s/{key}/v1/completions"
+    status, reply, _ = running.post(path, b"\x1f\x8b", {"Content-Encoding": coding})
+    assert status == 415
+    assert coding in str(reply)

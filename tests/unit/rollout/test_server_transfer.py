@@ -22,7 +22,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import server_tensors, vllm_server
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.rollout.server_tensors import connection, described, in_calls, packed
-from megatron_dcpo.rollout.vllm_server import ServerEngine
+from megatron_dcpo.rollout.vllm_server import ServerEngine, _address_towards
 from megatron_dcpo.runtime import device, distributed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.hf_checkpoint import HFReader
@@ -435,3 +435,10 @@ def test_it_is_refused_in_one_line(
         UserError, match=r"rollout\.weight_transfer=nccl is for rollout\.engine=server"
     ):
         load_config(QUICKSTART / "dcpo.yaml", ["rollout.weight_transfer=nccl"])
+
+
+def test_the_address_towards_a_server_is_of_its_family() -> None:
+    for host in ("127.0.0.1", "::1"):
+        assert _address_towards(f"http://{f'[{host}]' if ':' in host else host}:8000") == host
+    with pytest.raises(EngineError, match=r"no\.such"):
+        _address_towards("http://no.such.host.invalid:8000")

@@ -194,6 +194,16 @@ def test_a_body_is_refused_while_it_comes() -> None:
         assert one.upstream.asked == []
 
 
+def test_a_compressed_body_is_refused_by_its_header() -> None:
+    with guarded() as one:
+        for coding in ("gzip", "zstd", "GZIP"):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: {coding}"
+            answer = one.raw(f"{head}\r\nContent-Length: 3\r\n\r\nabc".encode())
+            assert status(answer) == 415
+            assert coding in answer.decode()
+        assert one.upstream.asked == []
+
+
 def test_more_requests_than_are_taken_are_told_to_come_later() -> None:
     with guarded(concurrent=2) as one:
         one.upstream.pause = 1.0

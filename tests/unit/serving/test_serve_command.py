@@ -69,6 +69,20 @@ def test_no_line_has_the_password_of_the_endpoint(capsys: pytest.CaptureFixture[
         assert "passw0rd" not in said.err + said.out
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_address_that_is_printed_can_be_opened(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(server: object, sockets: list[socket.socket]) -> None:
+        url = httpx2.URL(capsys.readouterr().out.split()[0])
+        socket.create_connection((url.host, url.port)).close()
+        sockets[0].close()
+
+    monkeypatch.setattr("megatron_dcpo.serving.server.QuietServer.run", run)
+    with Served(Upstream().app) as upstream:
+        assert main(["serve", "--endpoint", upstream.url, "--host", host, "--port", "0"]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_ended(tmp_path: Path, number: int) -> None:
