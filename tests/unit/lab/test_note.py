@@ -213,8 +213,8 @@ def test_arms_state_probabilities_of_other_answers(name: str, fit: Seen) -> None
 
 
 def test_what_is_stated_is_added_to_the_bar(fit: Seen) -> None:
-    told = np.where(fit.correct == 1, 0.9, 0.2)
-    stated = stacked(fit, told)(fit, told)
+    given = np.where(fit.correct == 1, 0.9, 0.2)
+    stated = stacked(fit, given)(fit, given)
     assert np.mean((stated - fit.correct) ** 2) < 0.02
     assert log_odds(np.array([0.0, 0.5, 1.0])).tolist() == pytest.approx(
         [-np.log(199), 0, np.log(199)]
