@@ -17,7 +17,12 @@ import numpy as np
 
 from lab.results import Interval, crossed, read_archive, write_json
 from lab.testgrid import REPOSITORY
-from megatron_dcpo.calibration import accuracy_at_coverage, auroc, auroc_within
+from megatron_dcpo.calibration import (
+    accuracy_at_coverage,
+    auroc,
+    auroc_within,
+    auroc_within_problem,
+)
 
 SHUFFLED = "adapter, shuffled labels"
 ADAPTERS = (
@@ -122,6 +127,9 @@ def _scores(arm: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, list[floa
             "brier": float(np.mean((confidence - correct) ** 2)),
             "auroc": float(auroc(confidence, correct)),
             "auroc_within": auroc_within(confidence, correct, rows["kind"]).value,
+            "auroc_within_problem": auroc_within_problem(
+                confidence, correct, rows["problem"]
+            ).value,
             "risk_at_half": 1 - float(accuracy_at_coverage(confidence, correct, 0.5)),
         }
         for name, value in scores.items():
@@ -214,10 +222,11 @@ def _table_of_differences(
 def _table_of_scores(arms: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     """Return the lines of a table of every arm's scores, means of the seeds."""
     lines = [
-        "| | Brier | AUROC | AUROC within types | risk at half coverage |",
-        "|---|---|---|---|---|",
+        "| | Brier | AUROC | AUROC within types | within problems | risk at half coverage |",
+        "|---|---|---|---|---|---|",
     ]
     for arm, values in arms.items():
         means = [np.mean(of_seeds) for of_seeds in values.values()]
-        lines.append(f"| {arm} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
+        shown = ["–" if np.isnan(mean) else f"{mean:.4f}" for mean in means]
+        lines.append(f"| {arm} | " + " | ".join(shown) + " |")
     return lines

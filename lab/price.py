@@ -21,7 +21,7 @@ from lab.fitted import Fit, Records, Run, logistic, lookup
 from lab.results import Interval, crossed, interval, read_archive, write_json
 from lab.testgrid import DRAWS, Lab
 from lab.testtables import TITLES, difference, load, scores, skill_over, table
-from megatron_dcpo.calibration import auroc_within, brier
+from megatron_dcpo.calibration import auroc_within, auroc_within_problem, brier
 
 STEPS = 200
 SHOWN = ("accuracy", "pass_at_8", "ece", "brier", "auroc")
@@ -89,6 +89,10 @@ def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
             "auroc_within": [within_types(run["test"]) for run in with_name.values()],
             "auroc_within_of_logistic": [
                 within_types(fitted(run, logistic)) for run in with_name.values()
+            ],
+            "auroc_within_problem": [within_problems(run["test"]) for run in with_name.values()],
+            "auroc_within_problem_of_logistic": [
+                within_problems(fitted(run, logistic)) for run in with_name.values()
             ],
             "brier_of_lookup": [brier(*_stated(fitted(run, lookup))) for run in with_name.values()],
             **{
@@ -176,6 +180,11 @@ def within_types(r: Records) -> float:
     return auroc_within(r.confidence, r.correct, r.kind.tolist()).value
 
 
+def within_problems(r: Records) -> float:
+    """Return the AUROC within one problem, the mean over problems."""
+    return auroc_within_problem(r.confidence, r.correct, r.problem.tolist()).value
+
+
 def _stated(r: Records) -> tuple[np.ndarray, np.ndarray]:
     return r.confidence, r.correct
 
@@ -204,6 +213,7 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
     columns = (
         *SHOWN,
         "auroc_within",
+        "auroc_within_problem",
         "skill_against_lookup",
         "skill_against_logistic",
         "informative_groups",
@@ -219,6 +229,7 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
     lines += table("Mean over the n pretrainings.", ("n", *columns), rows)
     lines += _fitted_rows(study, result)
     lines += _prices(study, result)
+    lines += _within_problems(study, result)
     if "secondary" in result:
         rows = []
         for name, found in result["secondary"].items():
@@ -233,7 +244,11 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
 
 
 def _fitted_rows(study: Study, result: Mapping[str, Any]) -> list[str]:
-    columns = ("brier_of_lookup", "auroc_within_of_logistic")
+    columns = (
+        "brier_of_lookup",
+        "auroc_within_of_logistic",
+        "auroc_within_problem_of_logistic",
+    )
     rows = [
         (TITLES[name], *(_mean(result[name][key]) for key in columns))
         for name in study.rows
@@ -241,7 +256,7 @@ def _fitted_rows(study: Study, result: Mapping[str, Any]) -> list[str]:
     ]
     text = (
         "What is fitted on the same policy's validation responses: the lookup of the types' Brier "
-        "score, and the logistic regression's AUROC within types."
+        "score, and the logistic regression's AUROC within types and within problems."
     )
     return table(text, columns, rows)
 
@@ -268,6 +283,20 @@ def _prices(study: Study, result: Mapping[str, Any]) -> list[str]:
         ("n", "accuracy, points", "pass@8, points", "verdict"),
         rows,
     )
+
+
+def _within_problems(study: Study, result: Mapping[str, Any]) -> list[str]:
+    columns = ("auroc_within_problem", "auroc_within_problem_of_logistic")
+    rows = [
+        (TITLES[name], *(interval(result[name][key]).shown(3) for key in columns))
+        for name in study.rows
+        if result[name]["pretrainings"]
+    ]
+    text = (
+        "AUROC among the answers to one problem, which was added after the study; ± for other "
+        "pretrainings. Who reads only the question has .5."
+    )
+    return table(text, columns, rows)
 
 
 def verdict(gap: Interval) -> str:

@@ -3,8 +3,11 @@
 A policy over K enumerable responses, pi = softmax(theta), is right on response k with R_k in {0, 1}
 and implies the confidence phi_k; J = E[R], c = E[phi]. The paper's objective is J_cal = -l(c, t)
 with the target t = J, and its proposition says that an over-confident policy (c > J) with Cov(R,
-phi) > 0 has <grad J, grad J_cal> < 0 under the inverse Fisher metric. J depends on theta as c does,
-so the inner product is -l_c Cov(R, phi) - l_t Var(R) with the partial derivatives l_c and l_t. The
+phi) > 0 has <grad J, grad J_cal> < 0 under the inverse Fisher metric. All that follows is for this
+policy, which has a logit of its own for each response: for others projections on the span of the
+scores take the place of R and phi, and nothing has a sign (errata P17). J depends on theta as c
+does, so the inner product is -l_c Cov(R, phi) - l_t Var(R) with the partial derivatives l_c and
+l_t. The
 paper's proof leaves the second term out, that is, it holds the target fixed. For |c - t| and (c -
 t)^2, l_t = -l_c, and it is l_c (Var(R) - Cov(R, phi)), never negative for an over-confident policy,
 because Cov(R, phi) = Var(R) (E[phi | R = 1] - E[phi | R = 0]) <= Var(R): the proposition has the

@@ -6,8 +6,11 @@ torch.
 from megatron_dcpo.calibration.binned import BinnedError, binned_error, null_ece
 from megatron_dcpo.calibration.kinds import (
     WithinKinds,
+    WithinProblems,
     auroc_within,
     auroc_within_ci,
+    auroc_within_problem,
+    auroc_within_problem_ci,
     fitted_lookup,
 )
 from megatron_dcpo.calibration.metrics import (
@@ -43,6 +46,7 @@ __all__ = [
     "Bootstrap",
     "BrierParts",
     "WithinKinds",
+    "WithinProblems",
     "abstention_rates",
     "accuracy",
     "accuracy_at_coverage",
@@ -52,6 +56,8 @@ __all__ = [
     "auroc",
     "auroc_within",
     "auroc_within_ci",
+    "auroc_within_problem",
+    "auroc_within_problem_ci",
     "bin_rows",
     "binned_error",
     "bootstrap_ci",

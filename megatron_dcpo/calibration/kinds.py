@@ -1,8 +1,8 @@
-"""What a confidence knows beyond the kind of problem. NumPy only.
+"""What a confidence knows beyond the kind of problem, and beyond the problem. NumPy only.
 
 A policy is right more often on some kinds of problem than on others, and a confidence that tells
-the kinds apart has a high AUROC even if it knows nothing about the single answer. Two numbers show
-this:
+the kinds apart has a high AUROC even if it knows nothing about the single answer. These numbers
+show it:
 
 - :func:`auroc_within`, the AUROC among answers to problems of one kind. With the pairs of a right
   and a wrong answer of kind k, of which P_k there are and in which the right one has the higher
@@ -11,6 +11,9 @@ this:
       AUROC within kinds = sum_k P_k AUROC_k / sum_k P_k = sum_k W_k / sum_k P_k
 
   A confidence that is constant within each kind has exactly .5;
+- :func:`auroc_within_problem`, the AUROC among answers to the same problem, the mean over the
+  problems that have a right and a wrong one (within-question discrimination: CISC,
+  arXiv:2502.06233). Whoever reads only the question has exactly .5;
 - :func:`fitted_lookup`, the share of right answers of the kind, fitted on other problems. It is
   what anybody can state who knows only the kind.
 """
@@ -82,6 +85,59 @@ def auroc_within_ci(
     return metrics.percentiles(np.array(values))
 
 
+@dataclass(frozen=True)
+class WithinProblems:
+    """``value`` is the mean AUROC within a problem, NaN if no problem has a right and a wrong
+    answer. ``mixed`` is the number of problems that have both.
+    """
+
+    value: float
+    mixed: int
+
+
+def auroc_within_problem(
+    confidences: Confidences, correct: Correct, problem_ids: Sequence[Any] | np.ndarray
+) -> WithinProblems:
+    """Return the AUROC among the answers to one problem, averaged over the problems that have a
+    right and a wrong answer with a score. Any score ranks; rows of NaN or None are left out.
+    """
+    values = _of_problems(confidences, correct, problem_ids)
+    mixed = values[~np.isnan(values)]
+    return WithinProblems(value=float(mixed.mean()) if len(mixed) else math.nan, mixed=len(mixed))
+
+
+def auroc_within_problem_ci(
+    confidences: Confidences,
+    correct: Correct,
+    problem_ids: Sequence[Any] | np.ndarray,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the 95 % percentile interval of ``auroc_within_problem`` from a bootstrap over the
+    problems that have a right and a wrong answer; NaN if there are fewer than two.
+    """
+    values = _of_problems(confidences, correct, problem_ids)
+    mixed = values[~np.isnan(values)]
+    if len(mixed) < 2:
+        return math.nan, math.nan
+    generator = np.random.default_rng(seed)
+    means = [
+        generator.choice(mixed, size=len(mixed), replace=True).mean() for _ in range(resamples)
+    ]
+    return metrics.percentiles(np.array(means))
+
+
+def _of_problems(
+    confidences: Confidences, correct: Correct, problem_ids: Sequence[Any] | np.ndarray
+) -> np.ndarray:
+    """Return the AUROC within each problem, NaN where it has no right or no wrong answer."""
+    scores, y = metrics.as_confidences(confidences), metrics.as_correct(correct)
+    codes = _codes(problem_ids, len(y))
+    ranked = ~np.isnan(scores)
+    won, pairs = metrics.pairs_won(scores[ranked], y[ranked], codes[ranked], _count(codes))
+    return np.divide(won, pairs, out=np.full(len(pairs), math.nan), where=pairs > 0)
+
+
 def fitted_lookup(
     correct: Correct,
     kinds: Kinds,
@@ -101,7 +157,7 @@ def fitted_lookup(
         raise ValueError(f"folds must be at least 2, got {folds}")
     y = metrics.as_correct(correct)
     codes = _codes(kinds, len(y))
-    fold = _folds(kinds, problem_ids, len(y), folds)
+    fold = folds_of(kinds, problem_ids, folds)
     count = _count(codes)
     lookup = np.full(len(y), math.nan)
     for number in range(folds):
@@ -115,6 +171,26 @@ def fitted_lookup(
         shares = np.divide(right, rows, out=np.full(count, of_all), where=rows > 0)
         lookup[inside] = shares[codes[inside]]
     return lookup
+
+
+def folds_of(
+    kinds: Kinds, problem_ids: Sequence[Any] | np.ndarray | None = None, folds: int = FOLDS
+) -> np.ndarray:
+    """Return the fold of each row, int64 [N], in which :func:`fitted_lookup` has it.
+
+    Rows of different folds are not to be ranked against each other: a fold with more right answers
+    leaves fewer to the others, so its numbers are lower, and the AUROC of a lookup that knows
+    nothing is below .5.
+    """
+    problems = range(len(kinds)) if problem_ids is None else problem_ids
+    if len(problems) != len(kinds):
+        raise ValueError(f"{len(problems)} problem ids for {len(kinds)} rows")
+    kind_of: dict[Any, str] = {}
+    for problem, kind in zip(problems, kinds, strict=True):
+        kind_of[problem] = min(str(kind), kind_of.get(problem, str(kind)))
+    dealt = sorted(kind_of, key=lambda problem: (kind_of[problem], _digest(problem)))
+    fold_of = {problem: number % folds for number, problem in enumerate(dealt)}
+    return np.array([fold_of[problem] for problem in problems], dtype=np.int64)
 
 
 def _within(scores: np.ndarray, y: np.ndarray, codes: np.ndarray, count: int) -> WithinKinds:
@@ -137,21 +213,6 @@ def _codes(kinds: Kinds, n: int) -> np.ndarray:
 
 def _count(codes: np.ndarray) -> int:
     return int(codes.max(initial=-1)) + 1
-
-
-def _folds(
-    kinds: Kinds, problem_ids: Sequence[Any] | np.ndarray | None, n: int, folds: int
-) -> np.ndarray:
-    """Return the fold of each row, int64 [N]."""
-    problems = range(n) if problem_ids is None else problem_ids
-    if len(problems) != n:
-        raise ValueError(f"{len(problems)} problem ids for {n} rows")
-    kind_of: dict[Any, str] = {}
-    for problem, kind in zip(problems, kinds, strict=True):
-        kind_of[problem] = min(str(kind), kind_of.get(problem, str(kind)))
-    dealt = sorted(kind_of, key=lambda problem: (kind_of[problem], _digest(problem)))
-    fold_of = {problem: number % folds for number, problem in enumerate(dealt)}
-    return np.array([fold_of[problem] for problem in problems], dtype=np.int64)
 
 
 def _digest(problem: object) -> str:

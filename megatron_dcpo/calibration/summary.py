@@ -14,7 +14,15 @@ import numpy as np
 
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.binned import binned_error, null_ece
-from megatron_dcpo.calibration.kinds import Kinds, WithinKinds, auroc_within, auroc_within_ci
+from megatron_dcpo.calibration.kinds import (
+    Kinds,
+    WithinKinds,
+    WithinProblems,
+    auroc_within,
+    auroc_within_ci,
+    auroc_within_problem,
+    auroc_within_problem_ci,
+)
 from megatron_dcpo.calibration.metrics import (
     DEFAULT_BINS,
     Confidences,
@@ -27,7 +35,7 @@ from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import MALFORMED
 
 # the metrics of a confidence that have an interval
-OF_CONFIDENCE = ("ece", "pce", "brier", "auroc", "auroc_within")
+OF_CONFIDENCE = ("ece", "pce", "brier", "auroc", "auroc_within", "auroc_within_problem")
 INTERVALS = ("accuracy", *OF_CONFIDENCE)
 
 
@@ -67,6 +75,8 @@ def summarize(
 
     ``kinds`` [N] are the kinds of problem that ``auroc_within`` is measured within; ``kinds_used``
     of them have a right and a wrong answer, ``kinds_left_out`` do not. Without kinds it is NaN.
+    ``auroc_within_problem`` is that among answers to one problem, and ``problems_used`` the number
+    of problems that have a right and a wrong one; it needs the ``problem_ids`` of ``bootstrap``.
 
     With ``ranking_only`` the confidences are scores of any size (a mean log-prob): AUROC, AUPRC and
     AURC are over all of them, and everything else treats scores outside [0, 1] as unparsed.
@@ -79,6 +89,9 @@ def summarize(
     within = WithinKinds(value=math.nan, used=0, left_out=0)
     if kinds is not None:
         within = auroc_within(scores, y, kinds)
+    within_problem = WithinProblems(value=math.nan, mixed=0)
+    if bootstrap.problem_ids is not None:
+        within_problem = auroc_within_problem(scores, y, bootstrap.problem_ids)
     mean_confidence = math.nan
     std_confidence = math.nan
     if len(valid):
@@ -107,6 +120,8 @@ def summarize(
         "auroc_within": within.value,
         "kinds_used": within.used,
         "kinds_left_out": within.left_out,
+        "auroc_within_problem": within_problem.value,
+        "problems_used": within_problem.mixed,
         "auprc": metrics.auprc(ranked, ranked_correct),
         **selective_summary(ranked, ranked_correct),
         "mean_confidence": mean_confidence,
@@ -132,7 +147,14 @@ def summarize(
         summary["ece_null95"] = null_ece(
             confidences=c, bins=bins, resamples=min(bootstrap.resamples, 200), seed=bootstrap.seed
         )
-        summary["ci95"] = intervals(c, y, bootstrap, bins, kinds)
+        summary["ci95"] = intervals(
+            confidences=c,
+            correct=y,
+            bootstrap=bootstrap,
+            bins=bins,
+            kinds=kinds,
+            ranking_only=ranking_only,
+        )
     return summary
 
 
@@ -156,19 +178,20 @@ def intervals(
     bootstrap: Bootstrap,
     bins: int = DEFAULT_BINS,
     kinds: Kinds | None = None,
+    ranking_only: bool = False,
 ) -> dict[str, list[float]]:
     """Return 95 % intervals [low, high] of ``INTERVALS``: from ``binned_error`` for the binned
     errors, bootstrap percentiles for the others, Wilson's for an accuracy of 0 or 1. Without
-    ``kinds`` there is none of ``auroc_within``.
+    ``kinds`` there is none of ``auroc_within``, without problems none of ``auroc_within_problem``.
     """
 
-    def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
-        return metrics.auroc(*metrics.valid_rows(c, y))
+    def scores_of(c: np.ndarray) -> np.ndarray:
+        return c if ranking_only else np.where(metrics.is_valid(c), c, math.nan)
 
     functions: dict[str, metrics.Metric] = {
         "accuracy": lambda c, y: metrics.accuracy(y),
         "brier": metrics.brier,
-        "auroc": auroc_of_valid,
+        "auroc": lambda c, y: metrics.auroc(scores_of(c), y),
     }
     by_name = {}
     for name, function in functions.items():
@@ -188,7 +211,7 @@ def intervals(
         by_name["accuracy"] = metrics.wilson_of_equal(float(correct[0]), problems)
     if kinds is not None:
         low, high = auroc_within_ci(
-            confidences=np.where(metrics.is_valid(confidences), confidences, math.nan),
+            confidences=scores_of(confidences),
             correct=correct,
             kinds=kinds,
             problem_ids=bootstrap.problem_ids,
@@ -196,6 +219,15 @@ def intervals(
             seed=bootstrap.seed,
         )
         by_name["auroc_within"] = [low, high]
+    if bootstrap.problem_ids is not None:
+        low, high = auroc_within_problem_ci(
+            confidences=scores_of(confidences),
+            correct=correct,
+            problem_ids=bootstrap.problem_ids,
+            resamples=bootstrap.resamples,
+            seed=bootstrap.seed,
+        )
+        by_name["auroc_within_problem"] = [low, high]
     for name in ("ece", "pce"):
         error = binned_error(
             confidences=confidences,

@@ -15,7 +15,7 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
     """Print the table of results for people."""
     from megatron_dcpo.cli.tables import print_table
     from megatron_dcpo.data.problem_kinds import no_kinds_line
-    from megatron_dcpo.evaluation.scoring import LOOKUP, headline, scored_kinds
+    from megatron_dcpo.evaluation.scoring import BASELINES, headline, scored_kinds
 
     scored = dict(evaluation["benchmarks"])
     if len(scored) > 1:
@@ -23,7 +23,8 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
     rows = {}
     for name, scores in scored.items():
         benchmark = name if name in evaluation["benchmarks"] else None
-        for kind in (*scored_kinds(scores), LOOKUP):
+        baselines = [kind for kind in BASELINES if kind in scores]
+        for kind in (*scored_kinds(scores), *baselines):
             rows[f"{name} {kind}"] = headline(evaluation, kind, benchmark)
     print_table(rows, "benchmark")
     if not evaluation["kinds"]["by"]:

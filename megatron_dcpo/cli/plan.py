@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.config import Config
     from megatron_dcpo.planning.machine import Machine, Rates
+    from megatron_dcpo.planning.plan import Plan
 
 # what Machine and Rates take of the GPUs that --gpus N names
 _OF_MACHINE = ("gpu_memory_gb", "reserve_gb", "engine_gpus")
@@ -120,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         machine, rates = _named_machine(args)
     plan = make_plan(config, machine, rates)
+    if args.gpus is not None and not args.fastest:
+        plan = _as_rehearsed(plan)
     if args.fastest:
         from megatron_dcpo.planning.fastest import fastest, fastest_lines
 
@@ -137,6 +140,15 @@ def run(args: argparse.Namespace) -> int:
 
         print_plan(plan)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _as_rehearsed(plan: Plan) -> Plan:
+    """Return the plan with what a rehearsal of the same job counted, if there was one."""
+    from megatron_dcpo.planning.rehearsed import with_rehearsal
+    from megatron_dcpo.rehearsal.kept import kept
+
+    ranks = kept(plan.config, plan.machine.gpus)
+    return plan if ranks is None else with_rehearsal(plan, ranks)
 
 
 def _rehearse(args: argparse.Namespace, config: Config) -> int:

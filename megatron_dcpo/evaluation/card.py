@@ -21,7 +21,16 @@ from megatron_dcpo.runtime.run_records import read_launches
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
-_SHOWN = ("accuracy", "ece", "brier", "auroc", "auroc_within", "violation_rate", "n")
+_SHOWN = (
+    "accuracy",
+    "ece",
+    "brier",
+    "auroc",
+    "auroc_within",
+    "auroc_within_problem",
+    "violation_rate",
+    "n",
+)
 _TOY_BYTES = 10_000_000  # of weights
 _LICENSE = ("license", "license_name", "license_link")
 

@@ -33,6 +33,7 @@ METRICS: Mapping[str, HeadlineMetric] = MappingProxyType(
         "brier": HeadlineMetric("Brier", better=min),
         "auroc": HeadlineMetric("AUROC", better=max),
         "auroc_within": HeadlineMetric("Within kinds", better=max),
+        "auroc_within_problem": HeadlineMetric("Within problems", better=max),
         "skill": HeadlineMetric("Skill", better=max),
         "mean_confidence": HeadlineMetric("Mean conf.", in_percent=True),
         "violation_rate": HeadlineMetric("Violations", better=min, in_percent=True),

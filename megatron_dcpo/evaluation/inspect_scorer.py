@@ -1,5 +1,6 @@
 """A scorer for Inspect (``inspect_ai``): whether an answer is right, the confidence that is stated
-behind it, and ECE, Brier score, AUROC, and AUROC within kinds of problem as metrics of a log.
+behind it, and ECE, Brier score, AUROC, and AUROC within kinds of problem and within problems as
+metrics of a log.
 
     from megatron_dcpo.evaluation.inspect_scorer import calibrated
     Task(..., scorer=calibrated())              # answers in a box, as dcpo evaluate judges them
@@ -85,7 +86,26 @@ def auroc_within() -> Metric:
     return compute
 
 
-@scorer(metrics=[accuracy(), ece(), brier(), auroc(), auroc_within()])
+@metric
+def auroc_within_problem() -> Metric:
+    """Area under the ROC curve among the answers to one sample, the mean over the samples; NaN
+    where the epochs of a sample are reduced to one score, as they are unless the task says
+    otherwise.
+    """
+    to_float = value_to_float()
+
+    def compute(scores: list[SampleScore]) -> float:
+        confidences = [(one.score.metadata or {}).get("confidence") for one in scores]
+        correct = [to_float(one.score.value) for one in scores]
+        problems = [one.sample_id for one in scores]
+        return calibration.auroc_within_problem(confidences, correct, problems).value
+
+    return compute
+
+
+@scorer(
+    metrics=[accuracy(), ece(), brier(), auroc(), auroc_within(), auroc_within_problem()],
+)
 def calibrated(by: Scorer | None = None, marker: str = CONFIDENCE_TAG, kinds: str = "") -> Scorer:
     """Return a scorer whose verdict is that of ``by``, or of the answer in the last box against the
     target; the confidence behind ``marker`` is in the score's metadata, null if there is none.

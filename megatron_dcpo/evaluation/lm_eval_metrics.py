@@ -1,5 +1,5 @@
 """Metrics for a task of lm-eval: accuracy, ECE, Brier score, AUROC, and AUROC within kinds of
-problem of the confidence that a generated answer states.
+problem and within problems, of the confidence that a generated answer states.
 
 A task names them in its YAML, through a file beside it (``examples/elsewhere/lm_eval_task``):
 
@@ -32,26 +32,27 @@ Triple = tuple[float | None, float, str | None]
 
 def process_results(
     doc: Mapping[str, Any],
-    results: Sequence[str],
+    results: Sequence[str | list[str]],
     target: str = "answer",
     marker: str = CONFIDENCE_TAG,
     kinds: str = "",
 ) -> dict[str, Any]:
     """Return the metrics of one document: the answer in the last box is compared with the column
     ``target``, and the kind of problem is what the column ``kinds`` says, by default the first of
-    ``kind``, ``type``, ``level``, ``difficulty``, ``subject`` and ``task`` that there is.
+    ``kind``, ``type``, ``level``, ``difficulty``, ``subject`` and ``task`` that there is. Of
+    several answers (a task with ``repeats`` whose filter keeps them all) the first has the metrics,
+    and all are compared within the problem.
     """
-    text = results[0]
-    answer = extract_boxed(text.partition(marker)[0])
-    right = answer is not None and equivalent_math(answer, str(doc[target]))
-    parsed = parse_confidence(text, marker=marker, finished=True, opener="")
-    pair: Pair = (parsed.confidence, float(right))
+    texts = [text for each in results for text in (each if isinstance(each, list) else [each])]
+    pairs = [_pair_of(text, target=str(doc[target]), marker=marker) for text in texts]
     kind = str(doc[kinds]) if kinds else kind_of_row(doc)
-    triple: Triple = (*pair, kind)
+    _, right = pairs[0]
+    triple: Triple = (*pairs[0], kind)
     return {
-        "accuracy": float(right),
-        **dict.fromkeys(("ece", "brier", "auroc"), pair),
+        "accuracy": right,
+        **dict.fromkeys(("ece", "brier", "auroc"), pairs[0]),
         "auroc_within": triple,
+        "auroc_within_problem": pairs,
     }
 
 
@@ -79,6 +80,22 @@ def auroc_within(triples: Sequence[Triple]) -> float:
         return math.nan
     confidences, correct = _columns([(confidence, right) for confidence, right, _ in triples])
     return calibration.auroc_within(confidences, correct, kinds).value
+
+
+def auroc_within_problem(problems: Sequence[Sequence[Pair]]) -> float:
+    """Return the area under the ROC curve among the answers to one problem, the mean over problems;
+    NaN if no problem has a right and a wrong answer.
+    """
+    confidences, correct = _columns([pair for pairs in problems for pair in pairs])
+    numbers = [number for number, pairs in enumerate(problems) for _ in pairs]
+    return calibration.auroc_within_problem(confidences, correct, numbers).value
+
+
+def _pair_of(text: str, target: str, marker: str) -> Pair:
+    answer = extract_boxed(text.partition(marker)[0])
+    right = answer is not None and equivalent_math(answer, target)
+    parsed = parse_confidence(text, marker=marker, finished=True, opener="")
+    return parsed.confidence, float(right)
 
 
 def _columns(pairs: Sequence[Pair]) -> tuple[list[float | None], list[float]]:

@@ -27,8 +27,8 @@ from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_a
 from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
 from megatron_dcpo.evaluation.runs import EvaluatedRun, find_runs
 from megatron_dcpo.evaluation.scoring import (
+    BASELINES,
     CONFIDENCE_KINDS,
-    LOOKUP,
     bins_from_json,
     headline,
 )
@@ -40,7 +40,7 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NOTED = ("accuracy", "ece", "pce", "auroc", "auroc_within")
+_NOTED = ("accuracy", "ece", "pce", "auroc", "auroc_within", "auroc_within_problem")
 _SAMPLES_SHOWN = 6
 _MOST_KINDS_SHOWN = 20
 _PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
@@ -70,8 +70,8 @@ class _Row(NamedTuple):
 
 def _rows_of(runs: Sequence[EvaluatedRun], kind: str) -> list[_Row]:
     """Return the rows of the runs' headline table: each run by ``kind``, again by its recalibrated
-    confidence if it has one, and by its fitted lookup. A run that has no ``kind`` but a
-    recalibrated confidence has no row for ``kind``.
+    confidence if it has one, and by its baselines. A run that has no ``kind`` but a recalibrated
+    confidence has no row for ``kind``.
     """
     rows = []
     for run in runs:
@@ -82,26 +82,28 @@ def _rows_of(runs: Sequence[EvaluatedRun], kind: str) -> list[_Row]:
             rows.append(_Row(run.name, run, kind))
             if recalibrated:
                 rows.append(_Row(f"{run.name}, recalibrated", run, "posthoc"))
-        rows += _lookup_row(run, None)
+        rows += _baseline_rows(run, None)
     return rows
 
 
-def _with_lookups(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Row]:
-    """Return a row of each run by ``kind``, each followed by the row of its lookup."""
+def _with_baselines(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Row]:
+    """Return a row of each run by ``kind``, each followed by the rows of its baselines."""
     rows = []
     for run in runs:
-        rows += [_Row(run.name, run, kind), *_lookup_row(run, benchmark)]
+        rows += [_Row(run.name, run, kind), *_baseline_rows(run, benchmark)]
     return rows
 
 
-def _lookup_row(run: EvaluatedRun, benchmark: str | None) -> list[_Row]:
-    """Return the row of the fitted lookup of a run; none in an evaluation of an earlier release,
-    which left out each problem alone.
+def _baseline_rows(run: EvaluatedRun, benchmark: str | None) -> list[_Row]:
+    """Return the rows of the baselines that a run was scored with; none of a fitted lookup in an
+    evaluation of an earlier release, which left out each problem alone.
     """
-    scores = _scores(run, benchmark)
-    if scores is None or "skill" not in scores.get(LOOKUP, {}):
-        return []
-    return [_Row(f"{run.name}, {LOOKUP}", run, LOOKUP)]
+    scores = _scores(run, benchmark) or {}
+    return [
+        _Row(f"{run.name}, {kind}", run, kind)
+        for kind in BASELINES
+        if "skill" in scores.get(kind, {})
+    ]
 
 
 def summary_of(
@@ -273,7 +275,7 @@ def _tables_of_group(alike: AlikeRuns) -> list[dict[str, Any]]:
             else:
                 scope = benchmarks[0]
             name = f"{scope}, {kind} confidence"
-            rows = _with_lookups(scored, kind, benchmark)
+            rows = _with_baselines(scored, kind, benchmark)
             tables.append(_table(name, _cells(rows, benchmark, is_marked)))
         tables += _passes(group, benchmark, len(benchmarks))
         if benchmark is not None:
@@ -358,14 +360,14 @@ def _cells(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return, for each row, the text of each headline value with the half width of its 95 %
     interval, and where the best ``is_marked``, whether it is that of its column: better than all
-    others but the lookups, with intervals that do not overlap.
+    others but the baselines, with intervals that do not overlap.
     """
     rows = {}
     intervals = {}
     for name, run, kind in table_rows:
         rows[name] = summary_of(run, kind, benchmark)
         intervals[name] = intervals_of(run, kind, benchmark)
-    arms = {row.name: rows[row.name] for row in table_rows if row.kind != LOOKUP}
+    arms = {row.name: rows[row.name] for row in table_rows if row.kind not in BASELINES}
     of_arms = {name: intervals[name] for name in arms}
     best: dict[str, str | None] = {}
     if is_marked:

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
-from megatron_dcpo.calibration.kinds import fitted_lookup
+from megatron_dcpo.calibration.kinds import (
+    auroc_within,
+    auroc_within_ci,
+    fitted_lookup,
+    folds_of,
+)
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
 from megatron_dcpo.calibration.selective import abstention_rates, coverage_to_json
 from megatron_dcpo.calibration.summary import (
@@ -34,6 +39,7 @@ from megatron_dcpo.data.problem_kinds import (
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.headline import HEADLINE
+from megatron_dcpo.evaluation.question_only import read_questions
 from megatron_dcpo.evaluation.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -56,7 +62,10 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
 )
 # in nats, not probabilities: they rank samples and do nothing else
 RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
-LOOKUP = "lookup"  # the block of scores, and the row of a table, of the fitted lookup
+# blocks of scores, and rows of tables: the fitted lookup, and what the question's text tells
+LOOKUP = "lookup"
+QUESTION_ONLY = "question only"
+BASELINES = (QUESTION_ONLY, LOOKUP)
 
 
 def _product(mean: float | None, length: int) -> float | None:
@@ -192,7 +201,8 @@ def scores_of_arms(
     kinds_by: str = "",
 ) -> dict[str, dict[str, Any]]:
     """Return the ``HEADLINE`` values of several confidences of the same samples, by their names,
-    and last of the fitted lookup; with ``kinds_used`` and ``kinds_left_out``.
+    of a reader of the question alone, and last of the fitted lookup; with ``kinds_used``,
+    ``kinds_left_out`` and ``problems_used``.
     """
     options = _Options(bins=DEFAULT_BINS, resamples=0, seed=0, kinds_by=kinds_by)
     answers = _Answers.of(samples, options)
@@ -200,8 +210,11 @@ def scores_of_arms(
     for name, confidences in arms.items():
         summaries[name] = answers.summarized(confidences)
         summaries[name]["skill"] = skill(confidences, answers.lookup, answers.correct)
+    of_question = _of_question(answers)
+    if of_question is not None:
+        summaries[QUESTION_ONLY] = of_question
     summaries[LOOKUP] = _of_lookup(answers)
-    shown = (*HEADLINE, "kinds_used", "kinds_left_out")
+    shown = (*HEADLINE, "kinds_used", "kinds_left_out", "problems_used")
     return {name: {key: summary[key] for key in shown} for name, summary in summaries.items()}
 
 
@@ -234,6 +247,10 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], options: _Options) -
         LOOKUP: of_lookup.pop("ci95", {}),
     }
     scores[LOOKUP] = {"kinds": len(set(answers.kinds.names)), **of_lookup}
+    of_question = _of_question(answers) if options.resamples else None
+    if of_question is not None:
+        intervals[QUESTION_ONLY] = of_question.pop("ci95", {})
+        scores[QUESTION_ONLY] = of_question
     for kind in kinds:
         block = _of_confidence(answers, kind)
         ci95 = block.pop("ci95", {})
@@ -334,15 +351,48 @@ def _of_answers(answers: _Answers) -> dict[str, Any]:
 
 def _of_lookup(answers: _Answers) -> dict[str, Any]:
     """Return the metrics of the fitted lookup. By definition its skill is 0 and its AUROC within
-    kinds .5: that the folds of a kind have different numbers is noise, which runs against the
-    labels, since a fold with more right answers leaves fewer to the others.
+    kinds .5.
     """
-    summary = answers.summarized(answers.lookup)
+    fold = folds_of(answers.kinds.names, answers.problems)
+    summary = _cross_fitted(answers, answers.lookup, fold)
     summary["skill"] = 0.0
     if summary["kinds_used"]:
         summary["auroc_within"] = 0.5
         if "ci95" in summary:
             summary["ci95"]["auroc_within"] = [0.5, 0.5]
+    return summary
+
+
+def _of_question(answers: _Answers) -> dict[str, Any] | None:
+    """Return the metrics of a predictor that reads the question alone, None if the answers are to
+    too few questions for it.
+    """
+    read = read_questions(answers.samples, answers.correct)
+    if read is None:
+        return None
+    summary = _cross_fitted(answers, read.expected, read.fold)
+    summary["skill"] = skill(read.expected, answers.lookup, answers.correct)
+    return summary
+
+
+def _cross_fitted(
+    answers: _Answers, confidences: Sequence[float | None], fold: np.ndarray
+) -> dict[str, Any]:
+    """Return the metrics of confidences that were fitted on the answers of the other folds, with
+    the AUROC of the pairs in one ``fold`` [N].
+    """
+    summary = answers.summarized(confidences)
+    summary["auroc"] = auroc_within(confidences, answers.correct, fold).value
+    if "ci95" in summary:
+        low, high = auroc_within_ci(
+            confidences=confidences,
+            correct=answers.correct,
+            kinds=fold,
+            problem_ids=answers.problems,
+            resamples=answers.options.resamples,
+            seed=answers.options.seed,
+        )
+        summary["ci95"]["auroc"] = [low, high]
     return summary
 
 

@@ -90,9 +90,18 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class RehearsedMemory:
+    """The most bytes on the device that a rehearsal counted, on any rank."""
+
+    training: int
+    saving: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The whole plan of a run, with its ``stages`` in pipeline order. ``peak`` is the memory of the
-    largest rank in its worst phase, reserve included.
+    largest rank in its worst phase, reserve included. What was ``rehearsed`` takes the place of the
+    sums over ``stages``.
     """
 
     arch: Architecture
@@ -106,6 +115,7 @@ class Plan:
     stages: tuple[Stage, ...]
     load: StepLoad
     seconds: Seconds
+    rehearsed: RehearsedMemory | None = None
 
     @property
     def work(self) -> Work:
@@ -131,6 +141,12 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
+    def training_bytes(self) -> int:
+        if self.rehearsed:
+            return self.rehearsed.training
+        return self.largest.total
+
+    @property
     def rollout_bytes(self) -> int:
         resting = max(stage.resting for stage in self.stages)
         if self.engine.kind == "server":
@@ -139,6 +155,8 @@ class Plan:
 
     @property
     def saving_bytes(self) -> int:
+        if self.rehearsed:
+            return self.rehearsed.saving
         return max(stage.saving for stage in self.stages)
 
     @property
@@ -184,7 +202,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        peak = max(self.largest.total, self.rollout_bytes, self.saving_bytes)
+        peak = max(self.training_bytes, self.rollout_bytes, self.saving_bytes)
         if self.on_cpu:
             peak += self.host_copies
         return int(peak + self.machine.reserve_gb * GB)
@@ -523,7 +541,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         ],
         "largest_stage": plan.largest.stage,
         "engine": asdict(plan.engine),
-        "training_bytes": plan.largest.total,
+        "training_bytes": plan.training_bytes,
         "rollout_bytes": plan.rollout_bytes,
         "saving_bytes": plan.saving_bytes,
         "host_bytes_per_node": plan.host_bytes,
@@ -541,6 +559,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "prompt_tokens": plan.config.data.max_prompt_length,
             "layers": "transformer_engine" if plan.layout.transformer_engine else "local",
             "engine": plan.engine.kind,
+            "rehearsed": plan.rehearsed is not None,
         },
     }
 

@@ -39,6 +39,11 @@ def print_plan(plan: Plan) -> None:
         console.print(_host(plan))
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
+    if plan.rehearsed:
+        console.print(
+            "Rehearsed: the totals of training and save, and the bytes that a rank sends; the rest "
+            "by formulas."
+        )
     if not plan.on_cpu:
         console.print(f"Slurm: --signal=B:USR1@{plan.signal_lead} at least")
     if plan.machine.engine_gpus and plan.seconds.rollout > REQUEST_SECONDS:
@@ -49,7 +54,10 @@ def print_plan(plan: Plan) -> None:
         )
     limit = f"{plan.machine.gpu_memory_gb:.4g} GB"
     verdict = "fits" if plan.fits else "does not fit"
-    console.print(f"{verdict}: {_gb(plan.peak)} GB of {limit}; dcpo plan --fastest: other layouts")
+    others = "--fastest: other layouts"
+    if not plan.rehearsed and not plan.on_cpu:
+        others += "; --rehearse: the job's own code counts instead of formulas"
+    console.print(f"{verdict}: {_gb(plan.peak)} GB of {limit}; {others}")
 
 
 def _model_line(plan: Plan) -> str:
@@ -127,8 +135,8 @@ def _memory(plan: Plan) -> Table:
     table.add_section()
     always = _always(plan)
     table.add_row(
-        "total",
-        _gb(plan.largest.total + always),
+        "total, rehearsed" if plan.rehearsed else "total",
+        _gb(plan.training_bytes + always),
         _gb(plan.saving_bytes + always),
         _gb(plan.rollout_bytes + always),
     )

@@ -67,13 +67,13 @@ def step_traffic(
         dense * (replicas - 1) / replicas + state.expert_numel * (expert_copies - 1) / expert_copies
     )
     per_number = 8
-    if parallel.use_distributed_optimizer:
+    if parallel.use_distributed_optimizer and not config.frozen:  # an adapter is fp32
         per_number = 4 + b
 
     # There are two pairs of linear layers in a layer, or one and the experts, unless there is a
     # shared one among these. In each direction a pair has an all-reduce, or an all-gather and a
     # reduce-scatter, which send as many bytes. Sequence parallelism gathers the inputs again for
-    # the gradient of the weights.
+    # the gradient of the weights, unless these are frozen.
     ring = (tp - 1) / tp * hidden
     has_experts = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
     with_experts = max(sums_of_stages(has_experts, layout))
@@ -81,7 +81,8 @@ def step_traffic(
     if not arch.shared_ffn_hidden_size:
         pairs -= with_experts
     forward = 2 * ring * pairs
-    backward = (3 if parallel.sequence_parallel else 2) * ring * pairs
+    gathers_again = parallel.sequence_parallel and not config.frozen
+    backward = (3 if gathers_again else 2) * ring * pairs
     ends = 2 * ring  # the embedding's output and the gradient in the output layer's input
     tensor = passes * (forward + ends) + forward * (1 + repeated) + backward + 2 * ends
 

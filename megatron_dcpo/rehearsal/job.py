@@ -54,7 +54,7 @@ from megatron_dcpo.weights.table import hf_shapes
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
     """What one rank of the job did with a ``batch`` whose micro-batches have ``tokens`` tokens on
-    this rank.
+    the rank's part of the context.
     """
 
     rank: int
@@ -153,7 +153,10 @@ def carry_out(
             saver.begin(1, MegatronModel(policy, optimizer).state(1, _nothing()))
     with ledger.phase("export"):
         gather_full(optimizer.exported, hf_shapes(arch))
-    return batch, math.prod(shape[:2])
+    tokens = math.prod(shape[:2])
+    if config.parallel.sequence_parallel:
+        tokens *= topology.tp_size
+    return batch, tokens
 
 
 def _nothing() -> dict[str, object]:

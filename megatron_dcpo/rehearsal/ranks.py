@@ -25,6 +25,7 @@ from megatron_dcpo.config import Config, ParallelConfig, load_config
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.planning.plan import architecture_of, directory_of
 from megatron_dcpo.rehearsal import TENSOR_PARALLEL
+from megatron_dcpo.rehearsal.kept import keep
 from megatron_dcpo.runtime.rehearsed_world import Rank
 
 STAND_IN = Path(__file__).with_name("stand_in")
@@ -63,6 +64,7 @@ def rehearse_job(
             check_same_collectives(rank, other)
     for phase in (phase for rank in done for phase in rank["phases"]):
         del phase["calls"]
+    keep(config, gpus, done)
     return done
 
 

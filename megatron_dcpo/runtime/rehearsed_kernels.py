@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed._tools import fake_collectives  # noqa: F401 - has most of them
+from torch.optim import Optimizer
 from torch.utils.flop_counter import register_flop_formula
 
 _COLLECTIVES = torch.library.Library("c10d", "IMPL", "Meta")
@@ -109,3 +110,14 @@ def norm_of_all(
     """Stand in for the fused kernel of the norm of all gradients, which stays on the device."""
     norms = [tensor.norm(dtype=torch.float32) for tensors in tensor_lists for tensor in tensors]
     return torch.stack(norms).norm().view(1), None
+
+
+def adam_in_place(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """Stand in for the fused kernel of Adam, which writes over parameters and moments and makes
+    nothing.
+    """
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        state["exp_avg"].lerp_(parameter.grad, 1 - group["betas"][0])
+        state["exp_avg_sq"].addcmul_(parameter.grad, parameter.grad)
+        parameter.add_(state["exp_avg"])

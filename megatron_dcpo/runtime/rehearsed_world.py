@@ -30,7 +30,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megatron_dcpo.runtime import device, distributed
-from megatron_dcpo.runtime.rehearsed_kernels import attention, norm_of_all
+from megatron_dcpo.runtime.megatron_on_cpu import FusedAdam
+from megatron_dcpo.runtime.rehearsed_kernels import adam_in_place, attention, norm_of_all
 from megatron_dcpo.runtime.rehearsed_values import RehearsedValues, readable
 
 GPU = "gpu"  # the device's name
@@ -66,7 +67,10 @@ def rehearsed_world(rank: Rank, told: Callable[[Tensor], None]) -> Iterator[None
         "fake", rank=rank.rank, world_size=rank.world_size, store=dist.HashStore()
     )
     with ExitStack() as stack:
-        for owner, name, function in _replacements():
+        replacements = [*_replacements()]
+        if rank.on_gpu:
+            replacements.append((FusedAdam, "_update", adam_in_place))
+        for owner, name, function in replacements:
             stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(readable(told))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import abstention_rates, summarize
-from megatron_dcpo.calibration.summary import OF_CONFIDENCE
+from megatron_dcpo.calibration.summary import OF_CONFIDENCE, Bootstrap
 from megatron_dcpo.data.problem_kinds import kinds_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method
@@ -54,6 +54,7 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
         [judgement.confidence for judgement in judgements],
         [judgement.correct for judgement in judgements],
         statuses=[judgement.status for judgement in judgements],
+        bootstrap=Bootstrap(problem_ids=[sample.prompt.prompt_id for sample in samples]),
         kinds=kinds_of([sample.prompt for sample in samples]).within(),
     )
     R_c = np.array([sample.R_c for sample in samples])

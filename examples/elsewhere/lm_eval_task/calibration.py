@@ -5,6 +5,7 @@ of a file in the same folder.
 from megatron_dcpo.evaluation.lm_eval_metrics import (  # noqa: F401
     auroc,
     auroc_within,
+    auroc_within_problem,
     brier,
     ece,
     process_results,

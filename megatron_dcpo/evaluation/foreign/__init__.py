@@ -13,7 +13,7 @@ is read, as ``dcpo evaluate`` reads it. Verdicts are those of the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -147,9 +147,11 @@ def _check_unused(columns: Mapping[str, str], what: str) -> None:
 
 
 def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[Sample]:
+    rows = list(answered)
+    labels = _labels_of_problems(rows, file)
     repeats: dict[tuple[str, str], int] = {}
     samples = []
-    for one in answered:
+    for one in rows:
         task = one.task or file.stem
         sample_index = repeats.get((task, one.group), 0)
         repeats[task, one.group] = sample_index + 1
@@ -176,7 +178,7 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
                     task=task,
                     problem=one.problem,
                     kind=one.kind,
-                    labels=one.labels,
+                    labels=labels[task, one.group],
                 ),
                 response=Response(
                     prompt_id=one.group,
@@ -205,6 +207,25 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
     return samples
 
 
+def _labels_of_problems(
+    answered: Sequence[Answered], file: Path
+) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the labels of each task and problem: what differs between the answers to a problem is
+    no label of it.
+    """
+    labels: dict[tuple[str, str], dict[str, str]] = {}
+    differing: set[str] = set()
+    for one in answered:
+        key = (one.task or file.stem, one.group)
+        of_answer = dict(one.labels or {})
+        of_problem = labels.setdefault(key, of_answer)
+        differing |= {name for name, _ in of_problem.items() ^ of_answer.items()}
+    return {
+        key: {name: value for name, value in of_problem.items() if name not in differing}
+        for key, of_problem in labels.items()
+    }
+
+
 def _rows_of_lm_eval(file: Path, filter_name: str) -> Iterator[Answered]:
     try:
         yield from read_lm_eval(file, filter_name)
@@ -225,6 +246,10 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
     if "correct" not in columns:
         raise UserError("--columns must name the verdict: correct=NAME")
     filters = Filters(file, filter_name)
+    # columns that say something of an answer are no kinds of problem
+    read = {
+        theirs for ours, names in columns.items() if ours != "kind" for theirs in names.split("|")
+    }
     without_group = without_verdict = 0
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
@@ -250,7 +275,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             problem=_text(values.get("problem"), where),
             task=str(values.get("task") or ""),
             kind=None if _is_blank(kind) else str(kind),
-            labels=labels_of(row),
+            labels=labels_of({name: row[name] for name in row if name not in read}),
         )
     if without_group:
         logger.warning(

@@ -15,9 +15,12 @@ from megatron_dcpo.calibration import (
     auroc,
     auroc_within,
     auroc_within_ci,
+    auroc_within_problem,
+    auroc_within_problem_ci,
     bootstrap_ci,
     fitted_lookup,
 )
+from megatron_dcpo.calibration.kinds import folds_of
 
 Row = tuple[float, bool, str]
 
@@ -147,7 +150,64 @@ def test_a_confidence_that_knows_only_the_kind_is_unmasked() -> None:
     assert auroc_within(kind.astype(float), correct, kind).value == 0.5
 
 
+# ------------------------------------------------------------------------------- within one problem
+
+
+@given(rows)
+def test_within_a_problem_is_the_mean_of_the_problems_that_are_mixed(of: list[Row]) -> None:
+    confidences, correct, problems = columns(of)
+    values = []
+    for problem in dict.fromkeys(problems):
+        mine = [number for number, each in enumerate(problems) if each == problem]
+        value = auroc([confidences[i] for i in mine], [correct[i] for i in mine])
+        if not math.isnan(value):
+            values.append(value)
+    within = auroc_within_problem(confidences, correct, problems)
+    assert within.mixed == len(values)
+    if values:
+        assert within.value == pytest.approx(np.mean(values))
+    else:
+        assert math.isnan(within.value)
+
+
+def test_a_problem_counts_once_however_many_answers_it_has() -> None:
+    # one answer of each verdict, ranked wrongly, and nine pairs, ranked rightly
+    confidences = [0.1, 0.9, *[0.8] * 3, *[0.2] * 3, None]
+    correct = [1, 0, *[1] * 3, *[0] * 3, 1]
+    problems = ["p", "p", *"qqqqqq", "p"]
+    assert auroc_within_problem(confidences, correct, problems).value == 0.5
+    assert auroc_within(confidences, correct, problems).value == 0.9
+
+
+def test_who_knows_only_the_question_is_one_half_within_problems() -> None:
+    generator = np.random.default_rng(0)
+    easy = np.repeat(generator.random(50), 8)
+    correct = (generator.random(400) < easy).astype(float)
+    problems = np.repeat(np.arange(50), 8).tolist()
+    assert auroc(easy, correct) > 0.7
+    assert auroc_within_problem(easy, correct, problems).value == 0.5
+    assert auroc_within_problem_ci(easy, correct, problems, resamples=50) == (0.5, 0.5)
+    knows = easy + 0.3 * correct
+    low, high = auroc_within_problem_ci(knows, correct, problems, resamples=50)
+    assert 0.5 < low <= high <= 1
+    assert math.isnan(auroc_within_problem_ci([0.1, 0.2], [0, 1], ["p", "p"])[0])
+
+
 # ----------------------------------------------------------------------------------- fitted lookup
+
+
+def test_pairs_of_one_fold_do_not_rank_a_lookup_against_its_labels() -> None:
+    generator = np.random.default_rng(0)
+    problems = np.repeat(np.arange(100), 4).tolist()
+    kinds = ["one"] * 400
+    of_all, of_folds = [], []
+    for _ in range(20):
+        coins = generator.integers(2, size=100).repeat(4)
+        lookup = fitted_lookup(coins, kinds, problems)
+        of_all.append(auroc(lookup, coins))
+        of_folds.append(auroc_within(lookup, coins, folds_of(kinds, problems)).value)
+    assert np.mean(of_all) < 0.45
+    assert set(of_folds) == {0.5}
 
 
 def test_the_lookup_is_the_share_of_right_answers_of_the_kind_in_the_other_folds() -> None:

@@ -58,7 +58,17 @@ def test_intervals_hold_the_estimate_and_are_optional() -> None:
     y = generator.random(400) < c
     ids = np.repeat(np.arange(100), 4)
     s = summarize(c, y, bootstrap=Bootstrap(ids, resamples=300))
-    assert set(s["ci95"]) == {"accuracy", "ece", "pce", "brier", "auroc"}
+    assert set(s["ci95"]) == {
+        "accuracy",
+        "ece",
+        "pce",
+        "brier",
+        "auroc",
+        "auroc_within_problem",
+    }
+    low, high = s["ci95"]["auroc_within_problem"]
+    assert low < s["auroc_within_problem"] < high
+    assert 0 < s["problems_used"] <= 100
     for name in ("accuracy", "brier", "auroc"):
         low, high = s["ci95"][name]
         assert low < s[name] < high

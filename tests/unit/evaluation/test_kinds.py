@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dcpo.calibration import auroc, auroc_within, fitted_lookup
+from megatron_dcpo.calibration import auroc_within, auroc_within_problem, fitted_lookup
+from megatron_dcpo.calibration.kinds import folds_of
 from megatron_dcpo.cli import main
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.data.problem_kinds import (
@@ -25,6 +26,7 @@ from megatron_dcpo.data.problem_kinds import (
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.headline import METRICS
 from megatron_dcpo.evaluation.lm_eval_metrics import auroc_within as of_lm_eval
+from megatron_dcpo.evaluation.lm_eval_metrics import auroc_within_problem as problems_of_lm_eval
 from megatron_dcpo.evaluation.lm_eval_metrics import process_results
 from megatron_dcpo.evaluation.samples import Sample, read_samples, write_samples
 from megatron_dcpo.evaluation.scoring import score_samples
@@ -156,7 +158,10 @@ def test_scores_have_the_auroc_within_kinds_and_the_lookup() -> None:
         ["/".join(s.problem_key) for s in samples],
     )
     y = [float(s.correct) for s in samples]
-    assert toy["lookup"]["auroc"] == pytest.approx(auroc(lookup, y))
+    fold = folds_of([s.prompt.kind for s in samples], ["/".join(s.problem_key) for s in samples])
+    assert toy["lookup"]["auroc"] == pytest.approx(auroc_within(lookup, y, fold).value)
+    assert toy["verbal"]["auroc_within_problem"] == 0.5  # it states one number for a problem
+    assert toy["verbal"]["problems_used"] > 20
     assert toy["lookup"]["brier"] == pytest.approx(((lookup - y) ** 2).mean())
     assert (toy["lookup"]["kinds"], toy["lookup"]["skill"]) == (2, 0.0)
     assert toy["lookup"]["auroc_within"] == 0.5
@@ -314,3 +319,51 @@ def test_lm_eval_aggregates_within_the_kinds_of_the_documents() -> None:
     assert named["auroc_within"] == (0.9, 1.0, "z")
     unnamed = process_results({"answer": "1"}, [texts["a"]])["auroc_within"]
     assert str(of_lm_eval([unnamed])) == "nan"
+    several = process_results({"answer": "1"}, [[texts["a"], texts["b"]]])["auroc_within_problem"]
+    assert len(several) == 2
+    assert (
+        problems_of_lm_eval([several])
+        == auroc_within_problem(
+            [confidence for confidence, _ in several], [right for _, right in several], ["p", "p"]
+        ).value
+    )
+
+
+def test_columns_of_a_table_that_say_something_of_an_answer_are_no_kinds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.csv"
+    lines = ["group,right,p,level,reward"]
+    for number in range(60):
+        for right in (0, 1):
+            lines.append(f"g{number},{right},{0.1 * (number % 9):.1f},{number % 3},{2 * right}")
+    file.write_text("\n".join(lines))
+    options = ["--columns", "correct=right,confidence=p,group=group", "--out", str(tmp_path / "o")]
+    assert main(["evaluate", "--samples", str(file), *options, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "level" in said["kinds"]["possible"]
+    for column in ("right", "p", "group", "reward"):
+        assert column not in said["kinds"]["possible"]
+        refused = [*options[:-1], str(tmp_path / column), "--kinds", column]
+        assert main(["evaluate", "--samples", str(file), *refused]) == 2
+
+
+def test_the_question_alone_is_a_row_where_there_are_enough_questions() -> None:
+    few = score_samples(by_kind(20), ["verbal"], resamples=20)
+    assert "question only" not in few["overall"]
+    samples = []
+    for sample in by_kind(120):
+        number = int(sample.prompt.ground_truth)
+        text = f"What is {number}{' squared' if number % 2 else ''}?"
+        samples.append(
+            replace(
+                sample,
+                prompt=replace(sample.prompt, problem=text),
+                judgement=replace(sample.judgement, correct=float(number % 2 == 0)),
+            )
+        )
+    of_question = score_samples(samples, ["verbal"], resamples=20)["overall"]["question only"]
+    assert of_question["brier"] < 0.05  # the word says it
+    assert of_question["auroc"] > 0.95
+    assert of_question["auroc_within_problem"] is None  # no problem has both verdicts
+    assert of_question["n"] == len(samples)

@@ -372,3 +372,23 @@ def test_shared_parameters_break_theorem_1() -> None:
     assert shared[0] < -1.1, "and with it the accuracy"
     disjoint = np.array([-1.0, 1.0]) + np.array([0.0, 1.0]) * ascent
     assert disjoint[0] == -1.0
+
+
+def test_proposition_2_has_no_sign_for_a_policy_with_fewer_parameters() -> None:
+    """Errata P17: one parameter, logits theta T, uniform at theta = 0."""
+
+    def products(T: list[float], R: list[float], phi: list[float]) -> tuple[float, float]:
+        score = np.array(T) - np.mean(T)
+        by_accuracy = np.mean(score * R)
+        by_confidence = np.mean(score * phi)
+        fisher = np.mean(score**2)
+        assert np.mean(phi) > np.mean(R)
+        assert np.mean(np.multiply(R, phi)) > np.mean(R) * np.mean(phi)
+        # J_cal = -|c - J| with c > J, the target moving, and held fixed
+        as_stated = by_accuracy * (by_accuracy - by_confidence) / fisher
+        return float(as_stated), float(-by_accuracy * by_confidence / fisher)
+
+    stated, _ = products(T=[0, 0, 1], R=[1, 0, 0], phi=[0.9, 1, 0.2])
+    assert stated == pytest.approx(-1 / 36)
+    _, fixed = products(T=[0, 0, -1], R=[1, 0, 0], phi=[1, 0.7, 1])
+    assert fixed == pytest.approx(1 / 60)

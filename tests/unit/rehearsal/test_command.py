@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def plan(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "--rehearse", *arguments, *small],
         cwd=REPOSITORY,
+        env={**os.environ, "XDG_CACHE_HOME": str(directory)},
         capture_output=True,
         text=True,
         check=False,

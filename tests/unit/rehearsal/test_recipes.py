@@ -4,6 +4,7 @@ GPUs as their layout needs. All in the full suite, three in every one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config import load_config
-from megatron_dcpo.planning.plan import directory_of
+from megatron_dcpo.planning.machine import Machine
+from megatron_dcpo.planning.plan import directory_of, make_plan
+from megatron_dcpo.planning.rehearsed import with_rehearsal
 from megatron_dcpo.rehearsal.ranks import least_gpus, rehearse_job
 from tests.helpers.paths import REPOSITORY
 
@@ -59,7 +62,10 @@ def shallow(recipe: str, directory: Path) -> Path:
         for recipe in RECIPES
     ],
 )
-def test_a_recipe_runs_through(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_through(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     overrides = [f"model.path={shallow(recipe, tmp_path)}"]
     config = load_config(str(EXAMPLES / recipe), overrides)
     gpus = 2 * least_gpus(config.parallel)
@@ -68,6 +74,16 @@ def test_a_recipe_runs_through(recipe: str, tmp_path: Path) -> None:
     assert stages == set(range(config.parallel.pipeline_model_parallel_size))
     for rank in ranks:
         assert rank["phases"][-1]["name"] == "export"
+    by_formula = make_plan(config, Machine(gpus=gpus))
+    counted = with_rehearsal(by_formula, ranks)
+    # of few layers: the formulas have embedding and output layer in the stage with most to do
+    assert_close(counted.training_bytes, by_formula.training_bytes)
+    for name, nbytes in dataclasses.asdict(counted.traffic).items():
+        assert_close(nbytes, getattr(by_formula.traffic, name))
+
+
+def assert_close(counted: int, by_formula: int) -> None:
+    assert 0.8 * by_formula <= counted <= 1.05 * by_formula
 
 
 def test_the_three_are_shipped() -> None:
