@@ -12,7 +12,7 @@ import numpy as np
 from lab.note.arms import BAR_AND_NOTE, GENERIC
 from lab.results import Interval, crossed, read_archive, write_json
 from lab.testtables import table
-from megatron_dcpo.calibration import auroc, brier
+from megatron_dcpo.calibration import auroc, auroc_within_problem, brier
 
 RECORDS = "note_records.tar.xz"
 CLAIMS = ("stated", "reader")
@@ -162,7 +162,8 @@ def _scores(seeds: Sequence[Rows], arm: str) -> dict[str, list[float]]:
         "brier": [brier(_of(rows, ("arms", arm)), _correct(rows)) for rows in seeds],
         "auroc": [float(auroc(_of(rows, ("arms", arm)), _correct(rows))) for rows in seeds],
         "auroc_within_problem": [
-            float(np.mean(list(_within(rows, arm).values()))) for rows in seeds
+            auroc_within_problem(_of(rows, ("arms", arm)), _correct(rows), rows["problem"]).value
+            for rows in seeds
         ],
         "minus_bar": _shown(_minus(seeds, arm, "bar")),
     }
