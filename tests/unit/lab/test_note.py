@@ -287,3 +287,29 @@ def test_the_confidence_is_all_that_the_stated_arm_samples(tmp_path: Path) -> No
         "training.steps=2000",
         f"data.path={tmp_path / 'out' / 'transcripts.jsonl'}",
     } <= set(command)
+
+
+@pytest.mark.slow
+def test_every_arm_states_a_number_for_every_answer_to_the_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "EPOCHS", 1)
+    monkeypatch.setattr(
+        cells.Study,
+        "transcripts",
+        lambda self, run, part, error_rate=0.2: transcripts(30, cells.REPEATS[part], part),
+    )
+    study = cells.Study(tmp_path, learned=20)
+    for name in cells.PRETRAININGS[:2]:
+        run = tmp_path / "cells" / name / "grpo" / "seed1"
+        run.mkdir(parents=True)
+        (run / "policy").symlink_to(POLICY)
+        found = {"commit": "", "started": "", **study.numbers(run, POLICY)}
+        assert set(ARMS) | {"stated", "bar + reader", "reader, pairs"} < set(found["arms"])
+        assert {len(values) for values in found["arms"].values()} == {240}
+        assert len(found["swaps"]["reader"][0]) == len(found["swaps"]["problem"]) == 60
+        (run / cells.NUMBERS).write_text(json.dumps(found))
+    assert study.pack(tmp_path / tables.RECORDS) == 2
+    result = tables.tables(tmp_path / tables.RECORDS, tmp_path)
+    assert result["mixed"] == [30, 30]
+    assert set(result["controls"]["no note"]) == {*CONTROLLED, "reader"}
