@@ -11,5 +11,6 @@ imports the package.
 | `testtables.py`, `world2.py`, `price.py` | tables of the test and two studies |
 | `confidences.py` | confidences that are fitted on one policy's answers: arms, records, tables |
 | `adapter.py`, `language_model.py` | two studies of them, on the quickstart and on SmolLM2 |
+| `note/` | who reads a note that comes after the answer: readers, arms, stages, tables |
 | `results.py` | archives, intervals |
 """

@@ -23,6 +23,7 @@ from lab import (
     testtables,
     world2,
 )
+from lab.note import tables as note_tables
 from lab.theory.run import write_theory
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.errors import UserError
@@ -91,6 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     language = verbs.add_parser(
         "language-model", help="what policies of SmolLM2-135M state of what they know: its tables"
     )
+    note = verbs.add_parser(
+        "note", help="the note after the answer: its tables from the published numbers"
+    )
+    note.add_argument(
+        "--train",
+        action="store_true",
+        help="first run the stages of every pretraining; finished ones are kept",
+    )
+    note.add_argument(
+        "--settle",
+        action="store_true",
+        help="try the learning rates on the pretraining that is in no table, and nothing else",
+    )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -124,12 +138,8 @@ def _parser() -> argparse.ArgumentParser:
             "--seeds", type=int, default=1, help="of every method on every pretraining"
         )
         verb.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
-        verb.add_argument(
-            "--grid",
-            type=Path,
-            default=Path(cells),
-            help="where the cells are (default: %(default)s)",
-        )
+        _add_grid(verb, cells)
+    _add_grid(note, "runs/note")
     for verb, run in (
         (test, _test),
         (tables, _tables),
@@ -137,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         (of_price, _price),
         (own, _adapter),
         (language, _language_model),
+        (note, _note),
         (theory, lambda a: write_theory(a.out)),
     ):
         verb.set_defaults(run=run)
@@ -148,6 +159,15 @@ def _parser() -> argparse.ArgumentParser:
                 help="where they go (default: %(default)s)",
             )
     return parser
+
+
+def _add_grid(verb: argparse.ArgumentParser, cells: str) -> None:
+    verb.add_argument(
+        "--grid",
+        type=Path,
+        default=Path(cells),
+        help="where the cells are (default: %(default)s)",
+    )
 
 
 def _probe(args: argparse.Namespace) -> None:
@@ -206,6 +226,20 @@ def _adapter(args: argparse.Namespace) -> None:
 def _language_model(args: argparse.Namespace) -> None:
     study = language_model.STUDY
     confidences.tables(args.out / study.records, args.out, study)
+
+
+def _note(args: argparse.Namespace) -> None:
+    records = args.out / note_tables.RECORDS
+    if args.settle or args.train:
+        from lab.note.cells import PRETRAININGS, Study  # it imports torch
+
+        study = Study(args.grid)
+        if args.settle:
+            print(json.dumps(study.settle(), indent=1))
+            return
+        study.run(PRETRAININGS)
+        logging.info("%d pretrainings packed", study.pack(records))
+    note_tables.tables(records, args.out)
 
 
 def _train(

@@ -75,20 +75,32 @@ def logistic(fit: Records) -> Stated:
     the bar that a stated confidence has to pass. ``dcpo calibrate --features task`` fits the like
     of it, with a slope for each task too.
     """
+    kinds = np.unique(fit.kind)
+    curve = logistic_curve(bar_inputs(fit, kinds), fit.correct)
+    return lambda r: curve(bar_inputs(r, kinds))
+
+
+def bar_inputs(r: Records, kinds: np.ndarray) -> np.ndarray:
+    """Return log(-log-prob), the number of tokens and which of ``kinds`` a problem is of."""
+    return np.column_stack([surprise(r.logprob), r.tokens, r.kind[:, None] == kinds])
+
+
+def surprise(logprob: np.ndarray) -> np.ndarray:
+    """Return log(-log-prob), of ``LEAST_LOGPROB`` where there is none."""
+    known = np.nan_to_num(logprob, nan=LEAST_LOGPROB)
+    found: np.ndarray = np.log(np.maximum(-known, 1e-4))
+    return found
+
+
+def logistic_curve(features: np.ndarray, correct: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Fit a logistic regression on standardized features [N, F]; return what it says of others."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    kinds = np.unique(fit.kind)
-
-    def features(r: Records) -> np.ndarray:
-        surprise = np.log(np.maximum(-np.nan_to_num(r.logprob, nan=LEAST_LOGPROB), 1e-4))
-        return np.column_stack([surprise, r.tokens, r.kind[:, None] == kinds])
-
-    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(
-        features(fit), fit.correct
-    )
-    return lambda r: model.predict_proba(features(r))[:, 1]
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    model.fit(features, correct)
+    return lambda new: model.predict_proba(new)[:, 1]
 
 
 def isotonic_of(column: str) -> Fit:

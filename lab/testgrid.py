@@ -268,11 +268,11 @@ class Lab:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         run.mkdir(parents=True, exist_ok=True)
         if METHODS[cell.method].trained and not (run / "policy" / "model.safetensors").is_file():
-            self._call(run, self.train_command(cell))
+            self.call(run, self.train_command(cell))
         for name in self.draws if cell.method == "grpo" or self.all_methods else ("test",):
             out = run / "responses" / name
             if not (out / "evaluation.json").is_file():
-                self._call(run, self.sample_command(cell, out, self.draws[name]))
+                self.call(run, self.sample_command(cell, out, self.draws[name]))
         record = asdict(cell) | {
             "commit": commit(),
             "started": started,
@@ -282,7 +282,7 @@ class Lab:
         write_atomically(run / "cell.json", json.dumps(record, indent=1) + "\n")
         return record
 
-    def _call(self, run: Path, command: Sequence[str]) -> None:
+    def call(self, run: Path, command: Sequence[str]) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (run / "log.txt").open("a") as log:
             status = subprocess.run(

@@ -42,7 +42,7 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path) -> None:
 
 def test_grpo_is_sampled_in_every_way_and_finished_cells_are_kept(tmp_path, monkeypatch) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(Lab, "_call", lambda self, run, command: ran.append(command))
+    monkeypatch.setattr(Lab, "call", lambda self, run, command: ran.append(command))
     lab, chosen = Lab(tmp_path, jobs=1), cells(["qwen3"], ["grpo", "dcpo", "base"], [1])
     lab.run(chosen)
     assert [command[0] for command in ran] == [
