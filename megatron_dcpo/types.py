@@ -66,6 +66,7 @@ class SchemaRow:
     answer: object = None  # the key: a text, a number, texts each of which is right; of options one
     options: object = None  # texts, or an object from letter to text
     tests: object = None  # of a program
+    outcome: object = None  # of a forecast: what happened, true or false, or a share in [0, 1]
     form: object = None  # of the answer, where the key does not show it: short
     response: object = None  # what is learned
     reasoning: object = None  # before the response

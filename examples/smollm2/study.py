@@ -262,7 +262,9 @@ def skill(r: Records, reference: np.ndarray) -> tuple[float, float, float]:
 
 
 def shown(found: tuple[float, float, float]) -> str:
-    """Return ``value [low, high]``."""
+    """Return ``value [low, high]``, the value alone where its interval is not known."""
+    if math.isnan(found[1]):
+        return f"{found[0]:.3f}"
     return f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
 
 

@@ -20,7 +20,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 QUESTIONS = ("exact", "f1", "choice")
-BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
+BUILT_IN = ("math", "code", *QUESTIONS, "forecast")  # verifiers
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -40,7 +40,7 @@ def _verifier(name: str) -> str:
             )
     elif name not in BUILT_IN and not is_import_path(name):
         raise ValueError(
-            "expected math, code, exact, f1, choice, an import path as my_reward.py:verify, or an "
+            f"expected {', '.join(BUILT_IN)}, an import path as my_reward.py:verify, or an "
             f"https:// address{did_you_mean(name, BUILT_IN)}"
         )
     return name

@@ -33,6 +33,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
+from megatron_dcpo.objectives.options import normalization_of_the_confidence
 from megatron_dcpo.runtime.brought import REASONING_GYM
 
 Problem = str | None  # what is wrong, and what to do about it
@@ -652,6 +653,28 @@ def _has_scores(config: Config) -> bool:
 
 
 # ------------------------------------------------------------------------------- objective, rollout
+@rule("train")
+def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
+    """All responses to a forecast have one outcome, and dividing by the spread of their scores
+    drives what they state to 0 or 1.
+    """
+    templates = {source.template or config.data.template for source in config.data.sources}
+    if "forecast" not in templates:
+        return None
+    method = find_method(config.objective.name)
+    normalization = normalization_of_the_confidence(resolve(config.objective), method.reads)
+    if normalization is None:
+        return (
+            f"objective.name={config.objective.name} rewards no stated confidence, which is all "
+            "that data.template=forecast asks for; take rlcr or dcpo"
+        )
+    name, value = normalization
+    if value == "std":
+        return (
+            f"objective.{name}=std with data.template=forecast drives what is stated to 0 or 1: "
+            "all responses to a problem have one outcome; set mean (docs/forecasts.md)"
+        )
+    return None
 
 
 @rule("train")

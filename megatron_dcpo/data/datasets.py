@@ -16,6 +16,7 @@ import datetime
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -452,6 +453,8 @@ def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | Non
     tests = tests_in(row.answer) if is_empty(row.tests) else row.tests
     if tests is not None:
         return _Key(tests=tests, form="code")
+    if is_empty(row.answer) and not is_empty(row.outcome):
+        return _Key(_outcome(row.outcome, where), form="forecast")
     if "answer" not in read.has and not keeps:
         raise _without(read, where, "answer")
     choice = _choice_of(row, where, strict=not keeps)
@@ -467,6 +470,23 @@ def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | Non
             raise UserError(f"{where}: the answer has no text and no alias that is one")
         return _Key(found.texts[0], "short", columns={"answer": value})
     return _kept_key(row.answer, is_aime) if keeps else _key_of_answer(row.answer, where, is_aime)
+
+
+def _outcome(value: object, where: str) -> str:
+    """Return the outcome of a forecast as the text of a number in [0, 1]. Raises
+    :class:`UserError` for anything else.
+    """
+    words = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
+    text = str(value).strip().lower()
+    try:
+        share = words[text] if text in words else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise UserError(
+            f"{where}: the outcome {value!r:.40} is neither true nor false nor a number from 0 to 1"
+        )
+    return str(share)
 
 
 def _choice_of(row: SchemaRow, where: str, strict: bool) -> _Key | None:

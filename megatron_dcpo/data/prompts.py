@@ -1,16 +1,22 @@
 r"""From a problem to the tokens a policy continues: one template function for training and for
 evaluation.
 
-``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence
-prompt of DCPO) ``abstain``  the same, with the leave to box ``I don't know`` instead of an answer
-(for ``objective.name: ternary``) ``grpo``   problem + box the answer (the prompt of the GRPO
-baseline) ``chat``   the problem text alone, through the chat template: for a model that was taught
-the format ``raw``    the problem text alone, without chat template: for base models and for tasks
-that bring their own format ``my_prompt.py:render``  a user's function: ``render(problem, marker)``
-gives the user turn, or all messages (CONTRIBUTING.md)
+- ``paper``: the problem, box the answer, and one last line ``<conf> Confidence: 0.83`` (the
+  confidence prompt of DCPO);
+- ``abstain``: the same, with the leave to box ``I don't know`` instead of an answer (for
+  ``objective.name: ternary``);
+- ``forecast``: a question about what happens, and one last line ``<conf> Confidence: 0.83``, the
+  probability of yes (docs/forecasts.md);
+- ``grpo``: the problem, and box the answer (the prompt of the GRPO baseline);
+- ``chat``: the problem text alone, through the chat template, for a model that was taught the
+  format;
+- ``raw``: the problem text alone, without chat template, for base models and for tasks that bring
+  their own format;
+- ``my_prompt.py:render``: a user's function: ``render(problem, marker)`` gives the user turn, or
+  all messages (CONTRIBUTING.md).
 
-What the first three ask for depends on the form of the answer (:data:`ASKS`): an answer in a box,
-the letter of an option, a short answer, or one fenced program.
+What ``paper``, ``abstain`` and ``grpo`` ask for depends on the form of the answer (:data:`ASKS`):
+an answer in a box, the letter of an option, a short answer, or one fenced program.
 
 All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a
 system message of ours, and with thinking switched off, or on, where the template has that switch
@@ -58,6 +64,11 @@ _CONFIDENCE = (
 _PROGRAM_CONFIDENCE = (
     "After the closing ```, start a new line and say how sure you are that the program passes "
     f"every test: {_CONFIDENCE_LINE}"
+)
+_PROBABILITY = (
+    "Please reason step by step about how likely it is. Then start a new line and give the "
+    "probability that it is so: the marker {marker} and a decimal number between 0 and 1. That "
+    "line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
 )
 ASKS: Mapping[str, str] = MappingProxyType(
     {
@@ -112,6 +123,13 @@ def abstention_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str
     return confidence_instruction(problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}")
 
 
+def probability_instruction(
+    problem: str, marker: str = CONFIDENCE_TAG, form: str = "forecast"
+) -> str:
+    """Ask for the probability that the problem's statement is true, or that its answer is yes."""
+    return f"{problem.rstrip()}\n\n{_PROBABILITY.format(marker=marker)}"
+
+
 def as_it_is(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
     return problem
 
@@ -120,11 +138,16 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
     {
         "paper": Template("paper", confidence_instruction, chat=True),
         "abstain": Template("abstain", abstention_instruction, chat=True),
+        "forecast": Template("forecast", probability_instruction, chat=True),
         "grpo": Template("grpo", box_instruction, chat=True),
         "chat": Template("chat", as_it_is, chat=True),
         "raw": Template("raw", as_it_is, chat=False),
     }
 )
+
+
+# those whose words fit one kind of row; the others leave the problem as it is
+_OF_OUR_WORDS = ("paper", "abstain", "grpo", "forecast")
 
 
 def find_template(name: str) -> Template:
@@ -174,6 +197,11 @@ def ask(
     """
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
+    if (form == "forecast") != (template == "forecast") and template in _OF_OUR_WORDS:
+        asks = "asks for a probability, and the row has an answer"
+        if form == "forecast":
+            asks = "asks for an answer, and the row has an outcome; take data.template=forecast"
+        raise UserError(f"data.template={template} {asks}")
     instruct = find_template(template).instruct
     problem = bare_problem(messages[-1]["content"])
     try:

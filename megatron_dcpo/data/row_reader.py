@@ -39,6 +39,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "answer": ("reward_model.ground_truth", "answer", "ground_truth", "final_answer"),
         "options": ("options", "choices"),
         "tests": ("tests",),
+        "outcome": ("outcome",),
         "response": ("response", "completion", "output", "solution"),
         "reasoning": REASONING,
         "weight": ("weight",),
@@ -88,8 +89,11 @@ class Purpose(NamedTuple):
 
 _OF_A_PROMPT = ("problem", "messages", "options", "system", "context", "tools")
 PROBLEMS = Purpose(
-    names=frozenset({*_OF_A_PROMPT, "answer", "tests", "form", "kind", "data_source"}),
-    instead=(("problem", "messages"),),
+    names=frozenset({*_OF_A_PROMPT, "answer", "tests", "outcome", "form", "kind", "data_source"}),
+    instead=(
+        ("problem", "messages"),
+        *((name, "outcome") for name in ("answer", "tests")),
+    ),
 )
 DEMONSTRATIONS = Purpose(
     names=frozenset({*_OF_A_PROMPT, "response", "answer", "reasoning", "weight", "spans"}),

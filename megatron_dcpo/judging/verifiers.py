@@ -18,6 +18,7 @@ from megatron_dcpo.config.field_types import (
     WeightedVerifier,
     members,
 )
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import AnswerForm, Verifier
 from megatron_dcpo.judging.source_verifiers import GYM_VERIFIER
 from megatron_dcpo.judging.verifier_kind import PackedTests, Problems, VerifierKind
@@ -33,6 +34,7 @@ _KINDS = MappingProxyType(
         "choice": "megatron_dcpo.judging.questions:CHOICE",
         "exact": "megatron_dcpo.judging.questions:TEXT",
         "f1": "megatron_dcpo.judging.questions:TEXT",
+        "forecast": "megatron_dcpo.judging.forecasts:FORECAST",
         GYM_VERIFIER: "megatron_dcpo.judging.function_verifier:REASONING_GYM",
     }
 )
@@ -84,8 +86,8 @@ def verifier_for(form: str, named: VerifierChoice, registered: bool = False) -> 
 def _verifier_for(form: str, named: str, registered: bool) -> str:
     if is_users(named):
         return named
-    if form == "choice":
-        return "choice"
+    if form in ("choice", "forecast"):
+        return form
     if form == "short":
         return "f1" if named == "f1" else "exact"
     if registered and named in QUESTIONS:
@@ -150,9 +152,20 @@ def check_problems(verifier: VerifierChoice, problems: Problems, source: str) ->
     judge, because it has no answer of the verifier's form, or several if the verifier takes one.
     """
     for member in members(verifier):
+        if member.name in BUILT_IN and member.name != "forecast":
+            _refuse_outcomes(member.name, problems, source)
         check = kind_of(member.name).check_problems
         if check is not None:
             check(member.name, problems, source)
+
+
+def _refuse_outcomes(name: str, problems: Problems, source: str) -> None:
+    for problem in problems:
+        if problem.form == "forecast":
+            raise UserError(
+                f"{source}: {problem.prompt_id} has an outcome and no answer, which "
+                f"judging.verifier={name} judges; set judging.verifier=forecast"
+            )
 
 
 def form_of(verifier: VerifierChoice) -> AnswerForm:

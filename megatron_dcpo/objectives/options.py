@@ -9,7 +9,7 @@ the test that proves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -272,6 +272,22 @@ REASONING_ADVANTAGE = frozenset(
     {"advantage_normalization_reasoning", "ddof", "eps", "overlong_buffer", "overlong_penalty"}
 )
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
+
+
+def normalization_of_the_confidence(
+    options: ObjectiveConfig, reads: Set[str]
+) -> tuple[str, str] | None:
+    """Return the option, and its value, by which the advantages are normalized that a stated
+    confidence gets: its own, or those of the whole response. None if no reward of the method
+    depends on it.
+    """
+    for name, needs in (
+        ("advantage_normalization_confidence", CONFIDENCE_ADVANTAGE),
+        ("advantage_normalization_reasoning", CALIBRATION_REWARD),
+    ):
+        if name in reads and needs & reads:
+            return name, getattr(options, name)
+    return None
 
 
 def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:

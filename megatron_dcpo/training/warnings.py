@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.objectives.options import ObjectiveConfig, normalization_of_the_confidence
 from megatron_dcpo.runtime.run_records import WARNINGS, read_warnings
 
 Rows = Sequence[Mapping[str, Any]]
@@ -216,17 +216,20 @@ def too_few(count: int, what: str, option: str, per_step: int) -> str | None:
 
 
 def drift_of_the_confidence(options: ObjectiveConfig, reads: Set[str]) -> str | None:
-    """Return a warning when a method divides the confidence's advantages by the group's own
-    standard deviation (docs/algorithms.md#4-advantages).
+    """Return a warning when a method divides the advantages that a stated confidence gets by the
+    group's own standard deviation (docs/algorithms.md#4-advantages).
     """
-    name = "advantage_normalization_confidence"
-    if name not in reads or options.advantage_normalization_confidence != "std":
+    normalization = normalization_of_the_confidence(options, reads)
+    if normalization is None or normalization[1] != "std":
         return None
+    name, _ = normalization
+    others = "mean does not"
+    if name == "advantage_normalization_confidence":
+        others = "objective.preset=dcpo_proper does not"
     return (
         f"objective.{name}=std (preset {options.preset}) divides by the standard deviation of the "
         "group: where the stated confidence does not tell problems apart, this drives it to 0 when "
-        "more groups are all wrong than all right, and to 1 otherwise; "
-        "objective.preset=dcpo_proper does not"
+        f"more groups are all wrong than all right, and to 1 otherwise; {others}"
     )
 
 

@@ -1,0 +1,123 @@
+"""Rows with an outcome: the number that is stated is the whole answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.config import JudgingConfig, load_config
+from megatron_dcpo.data.datasets import Record, load_records
+from megatron_dcpo.data.prompts import ask
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import Attempt
+from megatron_dcpo.judging.verifiers import check_problems, verifier_for, verifiers
+from megatron_dcpo.objectives import build_method
+from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.training.warnings import drift_of_the_confidence
+from tests.helpers.paths import REPOSITORY
+
+EXAMPLE = REPOSITORY / "examples" / "forecasts" / "forecast.yaml"
+
+
+def records(tmp_path: Path, *outcomes: object) -> list[Record]:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"problem": "Will it rain?", "outcome": outcome} for outcome in outcomes]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_records(str(file))
+
+
+def test_outcomes_are_read_as_shares(tmp_path: Path) -> None:
+    found = records(tmp_path, True, False, 0.25, "yes", "No", "0.5", 1)
+    assert [float(record.answer) for record in found] == [1, 0, 0.25, 1, 0, 0.5, 1]
+    assert {record.form for record in found} == {"forecast"}
+
+
+@pytest.mark.parametrize("outcome", ["perhaps", 1.5, -1, "nan"])
+def test_another_outcome_is_refused_with_its_row(tmp_path: Path, outcome: object) -> None:
+    with pytest.raises(UserError, match="row 2"):
+        records(tmp_path, True, outcome)
+
+
+def test_a_row_with_an_answer_has_no_outcome(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"problem": "2+2=", "answer": "4", "outcome": "win"}) + "\n")
+    (record,) = load_records(str(file))
+    assert (record.answer, record.form) == ("4", "math")
+
+
+def test_the_verdict_is_what_happened_whatever_is_said(tmp_path: Path) -> None:
+    assert verifier_for("forecast", "math") == "forecast"
+    verify, form = verifiers(JudgingConfig(), {})("forecast")
+    said = [Attempt(None, truth, text) for truth in ("1.0", "0.0", "0.3") for text in ("", "yes")]
+    outcomes = verify(said)
+    assert [outcome and outcome.correct for outcome in outcomes] == [True] * 2 + [False] * 4
+    assert [outcome and outcome.score for outcome in outcomes] == [None] * 4 + [0.3] * 2
+    assert form.opener == ""  # nothing has to be boxed
+    with pytest.raises(UserError, match=r"judging\.verifier=forecast"):
+        check_problems("math", records(tmp_path, True), "rows")
+    with pytest.raises(UserError, match="outcome"):
+        check_problems("forecast", load_records("examples/quickstart/data/heldout.jsonl"), "rows")
+
+
+def test_a_template_of_ours_fits_the_row() -> None:
+    question = ({"role": "user", "content": "Will it rain?"},)
+    (asked,) = ask(question, "forecast", "<conf>", "forecast")
+    assert "<conf> Confidence: 0.83" in asked["content"]
+    assert "boxed" not in asked["content"]
+    for template, form in (("paper", "forecast"), ("grpo", "forecast"), ("forecast", "math")):
+        with pytest.raises(UserError, match=f"data.template={template}"):
+            ask(question, template, "<conf>", form)
+    assert ask(question, "raw", "<conf>", "forecast") == question
+
+
+@pytest.mark.parametrize(
+    ("objective", "option"),
+    [
+        ("rlcr", "advantage_normalization_reasoning"),
+        ("coupled", "advantage_normalization_reasoning"),
+        ("dcpo", "advantage_normalization_confidence"),
+    ],
+)
+def test_std_is_refused_with_the_template_and_warned_of_without(
+    objective: str, option: str
+) -> None:
+    options = [f"objective.name={objective}", "objective.advantage_normalization=std"]
+    with pytest.raises(UserError, match=f"objective.{option}=std"):
+        load_config(EXAMPLE, [*options, "data.template=forecast"])
+    config = load_config(EXAMPLE, options)
+    method = build_method(config.objective)
+    assert option in (drift_of_the_confidence(method.options, method.reads) or "")
+    config = load_config(EXAMPLE, [options[0], "data.template=forecast"])
+    method = build_method(config.objective)
+    assert drift_of_the_confidence(method.options, method.reads) is None
+
+
+def test_an_objective_without_a_confidence_is_refused() -> None:
+    with pytest.raises(UserError, match=r"objective\.name=grpo"):
+        load_config(
+            EXAMPLE,
+            [
+                "objective.name=grpo",
+                "objective.advantage_normalization=null",
+                "data.template=forecast",
+            ],
+        )
+
+
+@pytest.mark.parametrize(("how", "expected"), [("mean", -0.015), ("std", 0.40)])
+def test_the_expected_advantage_of_stating_more_than_the_probability(
+    how: str, expected: float
+) -> None:
+    """At p = .7 a group of .8 and .9: with ``std`` the worse forecast is pushed up."""
+    config = ObjectiveConfig(name="rlcr", advantage_normalization=how)
+    method = build_method(config)
+    c = np.array([0.8, 0.9])
+    advantage = 0.0
+    for outcome, probability in ((1.0, 0.7), (0.0, 0.3)):
+        R = np.full(2, outcome)
+        _, _, _, A, _ = method.score_group(R, c, np.zeros(2), method.options)
+        advantage += probability * float(A[1])
+    assert advantage == pytest.approx(expected, abs=0.005)
