@@ -662,7 +662,8 @@ def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
     if "forecast" not in templates:
         return None
     method = find_method(config.objective.name)
-    normalization = normalization_of_the_confidence(resolve(config.objective), method.reads)
+    options = resolve(config.objective)
+    normalization = normalization_of_the_confidence(options, method.reads)
     if normalization is None:
         return (
             f"objective.name={config.objective.name} rewards no stated confidence, which is all "
@@ -673,6 +674,11 @@ def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
         return (
             f"objective.{name}=std with data.template=forecast drives what is stated to 0 or 1: "
             "all responses to a problem have one outcome; set mean (docs/forecasts.md)"
+        )
+    if "calibration_loss" in method.reads and options.calibration_loss == "l1":
+        return (
+            "objective.calibration_loss=l1 with data.template=forecast drives what is stated to 0 "
+            "or 1, its median: take brier, log or spherical"
         )
     return None
 

@@ -90,7 +90,12 @@ def test_std_is_refused_with_the_template_and_warned_of_without(
     config = load_config(EXAMPLE, options)
     method = build_method(config.objective)
     assert option in (drift_of_the_confidence(method.options, method.reads) or "")
-    config = load_config(EXAMPLE, [options[0], "data.template=forecast"])
+    with pytest.raises(UserError, match=r"calibration_loss=l1"):
+        load_config(
+            EXAMPLE, [options[0], "data.template=forecast", "objective.calibration_loss=l1"]
+        )
+    proper = "objective.calibration_loss=brier"
+    config = load_config(EXAMPLE, [options[0], "data.template=forecast", proper])
     method = build_method(config.objective)
     assert drift_of_the_confidence(method.options, method.reads) is None
 
