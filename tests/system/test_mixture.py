@@ -94,7 +94,7 @@ def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
         ),
         (
             ("data.path=[{path: a.jsonl, verifier: mth}]",),
-            "expected math, code, exact, f1, choice, an import path",
+            "expected math, code, exact, f1, choice, forecast, an import path",
         ),
         (("data.path=[]",), "data.path=[]: data.path:"),
         (("data.path=3",), "data.path"),

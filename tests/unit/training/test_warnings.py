@@ -134,7 +134,8 @@ def test_problems_fewer_than_a_step_needs() -> None:
         ({"name": "dcpo", "preset": "dcpo_proper"}, False),
         ({"name": "dcpo", "advantage_normalization_confidence": "mean"}, False),
         ({"name": "grpo"}, False),
-        ({"name": "rlcr"}, False),
+        ({"name": "rlcr"}, True),
+        ({"name": "rlcr", "advantage_normalization_reasoning": "mean"}, False),
     ],
 )
 def test_a_group_std_of_the_confidence_is_said_at_the_start(
@@ -147,4 +148,7 @@ def test_a_group_std_of_the_confidence_is_said_at_the_start(
         assert len(texts) == int(warns)
     written = read_warnings(tmp_path)
     assert [each["watcher"] for each in written] == ["drift_of_the_confidence"] * warns
-    assert all("advantage_normalization_confidence" in each["text"] for each in written)
+    option = "advantage_normalization_confidence"
+    if objective["name"] == "rlcr":  # one advantage for the whole response
+        option = "advantage_normalization_reasoning"
+    assert all(option in each["text"] for each in written)

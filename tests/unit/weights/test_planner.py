@@ -229,7 +229,7 @@ def test_yarn_is_read_as_model_cards_write_it() -> None:
         (SIGMOID | {"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
         (SIGMOID | {"n_routed_experts": None}, "n_routed_experts"),
         (EXPERTS | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts"),
-        (EXPERTS | {"num_experts": "six"}, "num_experts must be a count"),
+        (EXPERTS | {"num_experts": "six"}, "num_experts must be a number"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs the key"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
