@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Answers:
+class _ScoredAnswers:
     """The confidence of each answer, whether it is right, and the kind and id of its sample."""
 
     confidences: Sequence[float | None]
@@ -52,7 +52,7 @@ class _Answers:
     samples: Sequence[int | str | None]
 
 
-def _over_answers(measure: Callable[[_Answers], float]) -> Metric:
+def _over_answers(measure: Callable[[_ScoredAnswers], float]) -> Metric:
     """Return a metric of answers, NaN where a verdict is between right and wrong: the confidence
     beside a mean over epochs is that of the first one.
     """
@@ -67,7 +67,7 @@ def _over_answers(measure: Callable[[_Answers], float]) -> Metric:
             )
             return math.nan
         metadata = [one.score.metadata or {} for one in scores]
-        answers = _Answers(
+        answers = _ScoredAnswers(
             confidences=[each.get("confidence") for each in metadata],
             correct=correct,
             kinds=[each.get("kind") for each in metadata],
@@ -100,7 +100,7 @@ def auroc() -> Metric:
 def auroc_within() -> Metric:
     """Area under the ROC curve within kinds of problem; NaN if no sample has a kind."""
 
-    def measure(answers: _Answers) -> float:
+    def measure(answers: _ScoredAnswers) -> float:
         if all(kind is None for kind in answers.kinds):
             return math.nan
         return calibration.auroc_within(answers.confidences, answers.correct, answers.kinds).value

@@ -222,7 +222,7 @@ def test_a_users_template_that_raises_is_one_line(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_fix() -> None:
-    with pytest.raises(UserError, match=r"'papr'.*paper, abstain, grpo, chat, raw"):
+    with pytest.raises(UserError, match=r"'papr'.*paper, abstain, forecast, grpo, chat, raw"):
         prompts.render(ByteTokenizer(), user("x"), "papr")
     with pytest.raises(UserError, match="'raw'"):
         prompts.render(ByteTokenizer(None), user("x"), "paper")
