@@ -216,4 +216,4 @@ def _count(codes: np.ndarray) -> int:
 
 
 def _digest(problem: object) -> str:
-    return hashlib.blake2b(str(problem).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(str(problem).encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -119,6 +119,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     """
     from megatron_dcpo.config import JudgingConfig, checked
     from megatron_dcpo.config.field_types import BUILT_IN, members
+    from megatron_dcpo.data.answer_keys import outcome_of
     from megatron_dcpo.data.row_files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
@@ -144,6 +145,8 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         truth = str(row["reference"])
         if built_in:
             truth = _add_question_columns(columns, where)
+        if any(member.name == "forecast" for member in members(judging.verifier)):
+            truth = outcome_of(row["reference"], where)
         attempts.append(Attempt(answer, truth, reasoning, columns))
     outcomes = verifier(attempts)
     unjudged = sum(outcome is None for outcome in outcomes)

@@ -658,8 +658,14 @@ def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
     """All responses to a forecast have one outcome, and dividing by the spread of their scores
     drives what they state to 0 or 1.
     """
-    templates = {source.template or config.data.template for source in config.data.sources}
-    if "forecast" not in templates:
+    sources = config.data.sources
+    templates = {source.template or config.data.template for source in sources}
+    verifiers = {source.verifier or config.judging.verifier for source in sources}
+    if "forecast" in templates:
+        forecasts = "data.template=forecast"
+    elif "forecast" in verifiers:
+        forecasts = "judging.verifier=forecast"
+    else:
         return None
     method = find_method(config.objective.name)
     options = resolve(config.objective)
@@ -667,18 +673,18 @@ def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
     if normalization is None:
         return (
             f"objective.name={config.objective.name} rewards no stated confidence, which is all "
-            "that data.template=forecast asks for; take rlcr or dcpo"
+            f"that {forecasts} is about; take rlcr or dcpo"
         )
     name, value = normalization
-    if value == "std":
+    if value == "std" and "forecast" in templates:
         return (
             f"objective.{name}=std with data.template=forecast drives what is stated to 0 or 1: "
             "all responses to a problem have one outcome; set mean (docs/forecasts.md)"
         )
     if "calibration_loss" in method.reads and options.calibration_loss == "l1":
         return (
-            "objective.calibration_loss=l1 with data.template=forecast drives what is stated to 0 "
-            "or 1, its median: take brier, log or spherical"
+            f"objective.calibration_loss=l1 with {forecasts} drives what is stated to 0 or 1, its "
+            "median: take brier, log or spherical"
         )
     return None
 

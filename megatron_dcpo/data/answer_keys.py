@@ -51,6 +51,23 @@ class Answer(NamedTuple):
     column: object = None
 
 
+def outcome_of(value: object, where: str) -> str:
+    """Return the outcome of a forecast as the text of a number in [0, 1]. Raises
+    :class:`UserError` for anything else.
+    """
+    words = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
+    text = str(value).strip().lower()
+    try:
+        share = words[text] if text in words else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise UserError(
+            f"{where}: the outcome {value!r:.40} is neither true nor false nor a number from 0 to 1"
+        )
+    return str(share)
+
+
 def answer_of(raw: object, where: str) -> Answer:
     """Return the answer in a value of a row. Raises :class:`UserError`, which names the row and the
     forms that are known, for a value of another form.

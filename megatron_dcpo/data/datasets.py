@@ -16,7 +16,6 @@ import datetime
 import hashlib
 import json
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from megatron_dcpo.data.answer_keys import (
     final_answer,
     has_aliases,
     is_no_answer,
+    outcome_of,
     parsed,
     tests_in,
 )
@@ -408,6 +408,9 @@ def to_record(read: ReadRow, index: int, loading: Loading, reader: RowReader) ->
     stated = (*chat[:-1], {**chat[-1], "content": text})
     messages = surrounded(stated, row, key.options, where)
     columns = key.columns
+    # the column of the key says nothing of the problem
+    keys = {loading.reading.columns.get(name) for name in ("answer", "outcome")}
+    about = {name: value for name, value in read.columns.items() if name not in keys}
     if loading.keeps:
         columns = {
             "data_source": name,
@@ -425,7 +428,7 @@ def to_record(read: ReadRow, index: int, loading: Loading, reader: RowReader) ->
         kind=as_kind(row.kind),
         row=columns,
         form=key.form,
-        labels=labels_of(read.columns),
+        labels=labels_of(about),
         tools=listed_tools(row, messages, where),
     )
 
@@ -453,8 +456,10 @@ def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | Non
     tests = tests_in(row.answer) if is_empty(row.tests) else row.tests
     if tests is not None:
         return _Key(tests=tests, form="code")
-    if is_empty(row.answer) and not is_empty(row.outcome):
-        return _Key(_outcome(row.outcome, where), form="forecast")
+    if is_empty(row.answer) and "outcome" in read.has:
+        forecast = _forecast_of(row, where, strict=not keeps)
+        if forecast is not None or not keeps:
+            return forecast
     if "answer" not in read.has and not keeps:
         raise _without(read, where, "answer")
     choice = _choice_of(row, where, strict=not keeps)
@@ -472,21 +477,18 @@ def _key_of(read: ReadRow, where: str, is_aime: bool, keeps: bool) -> _Key | Non
     return _kept_key(row.answer, is_aime) if keeps else _key_of_answer(row.answer, where, is_aime)
 
 
-def _outcome(value: object, where: str) -> str:
-    """Return the outcome of a forecast as the text of a number in [0, 1]. Raises
-    :class:`UserError` for anything else.
+def _forecast_of(row: SchemaRow, where: str, strict: bool) -> _Key | None:
+    """Return the key of a forecast, None for one whose outcome is empty. An outcome that is not
+    understood is refused if ``strict``.
     """
-    words = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
-    text = str(value).strip().lower()
+    if is_empty(row.outcome):
+        return None
     try:
-        share = words[text] if text in words else float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
-        raise UserError(
-            f"{where}: the outcome {value!r:.40} is neither true nor false nor a number from 0 to 1"
-        )
-    return str(share)
+        return _Key(outcome_of(row.outcome, where), form="forecast")
+    except UserError:
+        if strict:
+            raise
+        return None
 
 
 def _choice_of(row: SchemaRow, where: str, strict: bool) -> _Key | None:
@@ -537,7 +539,8 @@ def _with_chat(columns: Row, row: SchemaRow, chat: Messages) -> Row:
 
 def _without(read: ReadRow, where: str, missing: str) -> UserError:
     """Return the error of a row without a problem or an answer."""
-    known = [*KNOWN[missing], *(KNOWN["messages"] if missing == "problem" else ("tests",))]
+    others = KNOWN["messages"] if missing == "problem" else ("tests", "outcome")
+    known = [*KNOWN[missing], *others]
     return UserError(
         f"{where} has no {missing}; {what_there_is(read.columns)}; expected one of "
         f"{', '.join(known)}; name yours, data.columns={{{missing}: NAME}}, or read the rows by a "

@@ -8,7 +8,9 @@ from typing import Any
 
 KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 LONGEST_LABEL = 100  # characters
-_NO_LABELS = frozenset({"problem", "question", "prompt", "answer", "ground_truth", "final_answer"})
+_NO_LABELS = frozenset(
+    {"problem", "question", "prompt", "answer", "ground_truth", "final_answer", "outcome"}
+)
 _EPOCH = re.compile(r"@\d+\Z")  # what with_epoch appends
 
 Row = Mapping[str, Any]

@@ -12,8 +12,10 @@ draws its logs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from inspect_ai.scorer import (
     CORRECT,
@@ -31,22 +33,47 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from megatron_dcpo import calibration
-from megatron_dcpo.data.labels import kind_of_row
+from megatron_dcpo.data.labels import as_kind, kind_of_row
 from megatron_dcpo.judging.answers import extract_boxed
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import equivalent_math
 from megatron_dcpo.types import CONFIDENCE_TAG
 
-Measure = Callable[[Sequence[float | None], Sequence[float]], float]
+logger = logging.getLogger(__name__)
 
 
-def _over_samples(measure: Measure) -> Metric:
+@dataclass(frozen=True)
+class _ScoredAnswers:
+    """The confidence of each answer, whether it is right, and the kind and id of its sample."""
+
+    confidences: Sequence[float | None]
+    correct: Sequence[float]
+    kinds: Sequence[str | None]
+    samples: Sequence[int | str | None]
+
+
+def _over_answers(measure: Callable[[_ScoredAnswers], float]) -> Metric:
+    """Return a metric of answers, NaN where a verdict is between right and wrong: the confidence
+    beside a mean over epochs is that of the first one.
+    """
     to_float = value_to_float()
 
     def compute(scores: list[SampleScore]) -> float:
-        confidences = [(one.score.metadata or {}).get("confidence") for one in scores]
         correct = [to_float(one.score.value) for one in scores]
-        return float(measure(confidences, correct))
+        if not set(correct) <= {0.0, 1.0}:
+            logger.warning(
+                "a verdict is between right and wrong, so there is no calibration; "
+                "Task(epochs=Epochs(N, [])) keeps the verdict of each epoch"
+            )
+            return math.nan
+        metadata = [one.score.metadata or {} for one in scores]
+        answers = _ScoredAnswers(
+            confidences=[each.get("confidence") for each in metadata],
+            correct=correct,
+            kinds=[each.get("kind") for each in metadata],
+            samples=[one.sample_id for one in scores],
+        )
+        return float(measure(answers))
 
     return compute
 
@@ -54,36 +81,31 @@ def _over_samples(measure: Measure) -> Metric:
 @metric
 def ece() -> Metric:
     """Expected calibration error, twenty bins of equal width."""
-    return _over_samples(calibration.ece)
+    return _over_answers(lambda answers: calibration.ece(answers.confidences, answers.correct))
 
 
 @metric
 def brier() -> Metric:
     """Brier score."""
-    return _over_samples(calibration.brier)
+    return _over_answers(lambda answers: calibration.brier(answers.confidences, answers.correct))
 
 
 @metric
 def auroc() -> Metric:
     """Area under the ROC curve: how well the confidence tells right answers from wrong ones."""
-    return _over_samples(calibration.auroc)
+    return _over_answers(lambda answers: calibration.auroc(answers.confidences, answers.correct))
 
 
 @metric
 def auroc_within() -> Metric:
     """Area under the ROC curve within kinds of problem; NaN if no sample has a kind."""
-    to_float = value_to_float()
 
-    def compute(scores: list[SampleScore]) -> float:
-        metadata = [one.score.metadata or {} for one in scores]
-        kinds = [each.get("kind") for each in metadata]
-        if all(kind is None for kind in kinds):
+    def measure(answers: _ScoredAnswers) -> float:
+        if all(kind is None for kind in answers.kinds):
             return math.nan
-        confidences = [each.get("confidence") for each in metadata]
-        correct = [to_float(one.score.value) for one in scores]
-        return calibration.auroc_within(confidences, correct, kinds).value
+        return calibration.auroc_within(answers.confidences, answers.correct, answers.kinds).value
 
-    return compute
+    return _over_answers(measure)
 
 
 @metric
@@ -92,15 +114,13 @@ def auroc_within_problem() -> Metric:
     where the epochs of a sample are reduced to one score, as they are unless the task says
     otherwise.
     """
-    to_float = value_to_float()
-
-    def compute(scores: list[SampleScore]) -> float:
-        confidences = [(one.score.metadata or {}).get("confidence") for one in scores]
-        correct = [to_float(one.score.value) for one in scores]
-        problems = [one.sample_id for one in scores]
-        return calibration.auroc_within_problem(confidences, correct, problems).value
-
-    return compute
+    return _over_answers(
+        lambda answers: (
+            calibration.auroc_within_problem(
+                answers.confidences, answers.correct, answers.samples
+            ).value
+        )
+    )
 
 
 @scorer(
@@ -116,6 +136,7 @@ def calibrated(by: Scorer | None = None, marker: str = CONFIDENCE_TAG, kinds: st
 
     async def score(state: TaskState, target: Target) -> Score:
         text = state.output.completion
+        about = state.metadata
         finished = state.output.stop_reason in ("stop", "unknown")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener="")
         if by is not None:
@@ -132,7 +153,7 @@ def calibrated(by: Scorer | None = None, marker: str = CONFIDENCE_TAG, kinds: st
             metadata={
                 "confidence": parsed.confidence,
                 "status": parsed.status,
-                "kind": state.metadata.get(kinds) if kinds else kind_of_row(state.metadata),
+                "kind": as_kind(about.get(kinds)) if kinds else kind_of_row(about),
             },
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dcpo import calibration
-from megatron_dcpo.data.labels import kind_of_row
+from megatron_dcpo.data.labels import as_kind, kind_of_row
 from megatron_dcpo.judging.answers import extract_boxed
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import equivalent_math
@@ -45,7 +45,7 @@ def process_results(
     """
     texts = [text for each in results for text in (each if isinstance(each, list) else [each])]
     pairs = [_pair_of(text, target=str(doc[target]), marker=marker) for text in texts]
-    kind = str(doc[kinds]) if kinds else kind_of_row(doc)
+    kind = as_kind(doc[kinds]) if kinds else kind_of_row(doc)
     _, right = pairs[0]
     triple: Triple = (*pairs[0], kind)
     return {

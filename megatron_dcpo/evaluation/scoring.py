@@ -531,12 +531,12 @@ def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
     benchmark, and that ``answer`` if there is one benchmark; empty if there are no keys to compare.
 
     Keys are compared as texts, so that two spellings of one number count as two answers and the
-    value is too low then. Programs have no key.
+    value is too low then. Programs have no key; no answer changes the verdict of a forecast.
     """
     by_benchmark: dict[str, dict[str, str]] = {}
     for sample in samples:
         key = sample.prompt.ground_truth.strip()
-        if key and not sample.is_code:
+        if key and not sample.is_code and sample.prompt.form != "forecast":
             by_benchmark.setdefault(sample.prompt.task, {})[sample.problem_key[1]] = key
     if not by_benchmark:
         return {}

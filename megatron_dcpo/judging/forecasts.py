@@ -23,7 +23,13 @@ def verify(attempts: Sequence[Attempt]) -> list[Outcome]:
     for attempt in attempts:
         share = float(attempt.truth)
         whole = share in (0.0, 1.0)
-        outcomes.append(Outcome(correct=share >= HAPPENED, score=None if whole else share))
+        outcomes.append(
+            Outcome(
+                correct=share >= HAPPENED,
+                score=None if whole else share,
+                logged={"score": share},
+            )
+        )
     return outcomes
 
 
@@ -40,6 +46,5 @@ def _check_problems(name: str, problems: Problems, source: str) -> None:
 FORECAST = VerifierKind(
     form=FREE,
     build=lambda name, options, tests: verify,
-    same=lambda one, other: one == other,
     check_problems=_check_problems,
 )

@@ -19,25 +19,36 @@ from megatron_dcpo.runtime.files import write_atomically
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("torch", "megatron-core")
+_WITHOUT_A_CACHE = (OSError, RuntimeError)  # RuntimeError: a user without a home
 
 
 def keep(config: Config, gpus: int, ranks: list[dict[str, Any]]) -> None:
     """Keep what a rehearsal of ``config`` on ``gpus`` said, if the file can be written."""
-    file = _file(config, gpus)
+    text = json.dumps(ranks)
     try:
+        file = _file(config, gpus)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(ranks))
-    except OSError as error:
+        write_atomically(file, f"{_digest(text)}\n{text}")
+    except _WITHOUT_A_CACHE as error:
         logger.warning("the rehearsal is not kept for dcpo plan: %s", error)
 
 
 def kept(config: Config, gpus: int) -> list[dict[str, Any]] | None:
-    """Return what a rehearsal of the same job by the same code said; None if there was none."""
+    """Return what a rehearsal of the same job by the same code said; None if there was none, or if
+    its file is damaged.
+    """
     try:
-        ranks: list[dict[str, Any]] = json.loads(_file(config, gpus).read_text())
-    except (OSError, ValueError):
+        digest, _, text = _file(config, gpus).read_text().partition("\n")
+    except (*_WITHOUT_A_CACHE, UnicodeDecodeError):
         return None
+    if digest != _digest(text):
+        return None
+    ranks: list[dict[str, Any]] = json.loads(text)
     return ranks
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _file(config: Config, gpus: int) -> Path:

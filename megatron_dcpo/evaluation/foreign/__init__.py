@@ -13,7 +13,8 @@ is read, as ``dcpo evaluate`` reads it. Verdicts are those of the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -84,7 +85,10 @@ def read_any(
         return _as_samples(read_inspect(file, scorer), file, marker)
     filter_name = columns.pop("filter", "")
     if columns:
-        return _as_samples(_table(file, columns, filter_name), file, marker)
+        rows = list(_table(file, columns, filter_name))
+        if len({(row.task, row.group) for row in rows}) == len(rows):
+            rows = _without_labels(rows, file)
+        return _as_samples(rows, file, marker)
     first = next(iter(read_rows(file)), None)
     if first is None:
         raise UserError(f"{file}: the file has no rows")
@@ -146,7 +150,22 @@ def _check_unused(columns: Mapping[str, str], what: str) -> None:
         )
 
 
-def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[Sample]:
+def _without_labels(rows: Sequence[Answered], file: Path) -> list[Answered]:
+    """Return the rows of a table that has one answer to each problem: its columns may say something
+    of the answer.
+    """
+    labels = sorted({name for row in rows for name in row.labels or ()})
+    if labels:
+        logger.info(
+            "%s: one answer to each problem does not show which columns are of the problem; "
+            "--columns kind=NAME names its kind: %s",
+            file,
+            ", ".join(labels),
+        )
+    return [replace(row, labels=None) for row in rows]
+
+
+def _as_samples(answered: Iterable[Answered], file: Path, marker: str) -> list[Sample]:
     rows = list(answered)
     labels = _labels_of_problems(rows, file)
     repeats: dict[tuple[str, str], int] = {}
@@ -250,6 +269,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
     read = {
         theirs for ours, names in columns.items() if ours != "kind" for theirs in names.split("|")
     }
+    kinds: dict[tuple[str, str], str | None] = {}
     without_group = without_verdict = 0
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
@@ -266,15 +286,23 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
         if _is_blank(group):
             group = f"row {number}"  # unlike any number that names another problem
             without_group += 1
-        kind = values.get("kind")
+        named = values.get("kind")
+        kind = None if _is_blank(named) else str(named)
+        task = str(values.get("task") or "")
+        problem = (task, _text(group, where))
+        if kinds.setdefault(problem, kind) != kind:
+            raise UserError(
+                f"{where}: the kind {kind!r:.40} is of the answer: another one to the same problem "
+                f"has {kinds[problem]!r:.40}; --columns kind= names a column of the problem"
+            )
         yield Answered(
-            group=_text(group, where),
+            group=problem[1],
             correct=verdict(values["correct"], where),
             confidence=None if confidence in (None, "") else share(confidence, where),
             text=_text(values.get("text"), where),
             problem=_text(values.get("problem"), where),
-            task=str(values.get("task") or ""),
-            kind=None if _is_blank(kind) else str(kind),
+            task=task,
+            kind=kind,
             labels=labels_of({name: row[name] for name in row if name not in read}),
         )
     if without_group:

@@ -5,6 +5,7 @@ evaluation.json, on the terminal, in the report.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,11 @@ def test_programs_and_missing_keys_are_not_guessed() -> None:
     programs = benchmark({"a": ["tests:0", "tests:0"]})
     assert prompt_blind(programs) == {}
     assert prompt_blind(benchmark({"a": ["", " "]})) == {}
+    forecasts = [
+        replace(sample, prompt=replace(sample.prompt, form="forecast"))
+        for sample in benchmark({"a": ["1.0", "1.0"]})
+    ]
+    assert prompt_blind(forecasts) == {}
     assert (
         "prompt_blind" not in score_samples(programs, ["verbal"], resamples=0)["benchmarks"]["toy"]
     )

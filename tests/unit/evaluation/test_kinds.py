@@ -348,6 +348,42 @@ def test_columns_of_a_table_that_say_something_of_an_answer_are_no_kinds(
         assert main(["evaluate", "--samples", str(file), *refused]) == 2
 
 
+def test_one_answer_to_each_problem_does_not_show_what_is_of_the_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.csv"
+    lines = ["right,p,level,reward"]
+    for number in range(60):
+        right = number % 2
+        lines.append(f"{right},{0.1 * (number % 9):.1f},{number % 3},{2 * right}")
+    file.write_text("\n".join(lines))
+
+    def evaluated(name: str, columns: str, *more: str) -> int:
+        options = [
+            "--columns",
+            f"correct=right,confidence=p{columns}",
+            "--resamples",
+            "0",
+            "--json",
+        ]
+        out = ["--out", str(tmp_path / name)]
+        return main(["evaluate", "--samples", str(file), *options, *out, *more])
+
+    assert evaluated("one", "") == 0
+    assert json.loads(capsys.readouterr().out)["kinds"]["possible"] == []
+    assert evaluated("two", "", "--kinds", "reward") == 2
+    assert evaluated("three", ",kind=level") == 0
+    lines = [f"{line},{max(number - 1, 0) // 4}" for number, line in enumerate(lines)]
+    lines[0] = lines[0].replace(",0", ",group")
+    file.write_text("\n".join(lines))
+    assert evaluated("four", ",kind=reward,group=group") == 2
+    assert "row 2" in capsys.readouterr().err
+
+
+def test_a_text_with_half_a_character_has_a_fold() -> None:
+    assert folds_of(["a", "a"], ["\ud83d", "b"]).tolist() in ([0, 1], [1, 0])
+
+
 def test_the_question_alone_is_a_row_where_there_are_enough_questions() -> None:
     few = score_samples(by_kind(20), ["verbal"], resamples=20)
     assert "question only" not in few["overall"]

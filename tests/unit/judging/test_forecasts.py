@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import Record, load_records
 from megatron_dcpo.data.prompts import ask
+from megatron_dcpo.data.row_reader import RowOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import check_problems, verifier_for, verifiers
@@ -39,6 +41,45 @@ def test_outcomes_are_read_as_shares(tmp_path: Path) -> None:
 def test_another_outcome_is_refused_with_its_row(tmp_path: Path, outcome: object) -> None:
     with pytest.raises(UserError, match="row 2"):
         records(tmp_path, True, outcome)
+
+
+def test_what_has_not_happened_yet_is_left_out(tmp_path: Path) -> None:
+    found = records(tmp_path, True, None, "", 0.25)
+    assert [record.index for record in found] == [0, 3]
+
+
+def test_a_verifier_of_the_users_may_have_other_outcomes(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"problem": "Who wins?", "outcome": outcome} for outcome in ("Paris", None, 0.25)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_records(str(file), keep_columns=True)
+    assert [record.form for record in found] == ["math", "math", "forecast"]
+    assert [record.row and record.row["outcome"] for record in found] == ["Paris", None, 0.25]
+
+
+def test_what_happened_is_no_kind_of_problem(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("problem,resolved,place\nWill it rain?,1,Rome\n")
+    reading = RowOptions(columns={"outcome": "resolved"})
+    (record,) = load_records(str(file), reading=reading)
+    assert record.labels == {"place": "Rome"}
+    file.write_text("problem,outcome,place\nWill it rain?,1,Rome\n")
+    (record,) = load_records(str(file))
+    assert record.labels == {"place": "Rome"}
+
+
+@pytest.mark.parametrize(("verifier", "score"), [("forecast", 0.3), ("{forecast: 1}", 0.3)])
+def test_a_share_is_a_score_for_weights_and_for_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verifier: str, score: float
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    pairs = [{"prediction": "perhaps", "reference": outcome} for outcome in (True, "0.3", "no")]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    assert main(["judge", "--pairs", str(file), "--verifier", verifier, "--json"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["score"] for line in said] == [1, score, 0]
+    file.write_text(json.dumps({"prediction": "perhaps", "reference": "soon"}) + "\n")
+    assert main(["judge", "--pairs", str(file), "--verifier", verifier]) == 2
 
 
 def test_a_row_with_an_answer_has_no_outcome(tmp_path: Path) -> None:
@@ -87,27 +128,28 @@ def test_std_is_refused_with_the_template_and_warned_of_without(
     options = [f"objective.name={objective}", "objective.advantage_normalization=std"]
     with pytest.raises(UserError, match=f"objective.{option}=std"):
         load_config(EXAMPLE, [*options, "data.template=forecast"])
-    config = load_config(EXAMPLE, options)
+    proper = "objective.calibration_loss=brier"
+    config = load_config(EXAMPLE, [*options, proper])
     method = build_method(config.objective)
     assert option in (drift_of_the_confidence(method.options, method.reads) or "")
-    with pytest.raises(UserError, match=r"calibration_loss=l1"):
-        load_config(
-            EXAMPLE, [options[0], "data.template=forecast", "objective.calibration_loss=l1"]
-        )
-    proper = "objective.calibration_loss=brier"
+    for template in ("forecast", "raw"):
+        asked = f"data.template={template}"
+        with pytest.raises(UserError, match=r"calibration_loss=l1"):
+            load_config(EXAMPLE, [options[0], asked, "objective.calibration_loss=l1"])
     config = load_config(EXAMPLE, [options[0], "data.template=forecast", proper])
     method = build_method(config.objective)
     assert drift_of_the_confidence(method.options, method.reads) is None
 
 
-def test_an_objective_without_a_confidence_is_refused() -> None:
+@pytest.mark.parametrize("template", ["forecast", "raw"])
+def test_an_objective_without_a_confidence_is_refused(template: str) -> None:
     with pytest.raises(UserError, match=r"objective\.name=grpo"):
         load_config(
             EXAMPLE,
             [
                 "objective.name=grpo",
                 "objective.advantage_normalization=null",
-                "data.template=forecast",
+                f"data.template={template}",
             ],
         )
 

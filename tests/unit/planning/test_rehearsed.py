@@ -83,3 +83,27 @@ def test_a_cache_that_cannot_be_written_stops_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep(config, 8, [])
     assert kept(config, 8) is None
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"[]", b"", b"\xff\xfe", b'digest\n[{"rank": 0}]'])
+def test_a_damaged_file_is_none(config: Config, tmp_path: Path, damage: bytes) -> None:
+    keep(config, 8, [rank(0, 40 * GB, {})])
+    (file,) = tmp_path.rglob("*.json")
+    whole = file.read_bytes()
+    for content in (damage, whole[:-10]):
+        file.write_bytes(content)
+        assert kept(config, 8) is None
+    keep(config, 8, [rank(0, 40 * GB, {})])
+    assert file.read_bytes() == whole
+
+
+def test_a_user_without_a_home_keeps_nothing(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    keep(config, 8, [])
+    assert kept(config, 8) is None
