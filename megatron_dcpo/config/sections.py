@@ -447,9 +447,9 @@ class LoopConfig:
     """Save a checkpoint every N steps (0: only at the end)."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
-    resume: Literal["none", "auto"] = "none"
-    """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has
-    one.
+    resume: Literal["none", "auto", "strict"] = "none"
+    """auto: go on after the newest intact checkpoint of run_dir; strict: refuse if that is not the
+    newest, so that no step is lost; none: refuse a run_dir that has one.
     """
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
