@@ -80,6 +80,8 @@ class Gate:
         with self._changed:
             while not (self._is_open or self._failure or request.is_final):
                 self._changed.wait(_LOOK_SECONDS)
+                if not threading.main_thread().is_alive():
+                    break  # nobody is left who would open it
             if not self._is_open:
                 raise EngineError(self._failure or "the request was withdrawn")
             self._inside.add(request)
@@ -91,9 +93,10 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nothing pass from now on."""
+        """Let nothing pass from now on; what comes waits."""
         with self._changed:
             self._is_open = False
+            self._failure = ""
 
     def wait_until_empty(self) -> None:
         """Wait for what is under way, to servers that are paused."""
@@ -109,11 +112,10 @@ class Gate:
         """Let requests pass."""
         with self._changed:
             self._is_open = True
-            self._failure = ""
             self._changed.notify_all()
 
     def fail(self, why: BaseException) -> None:
-        """Refuse what waits, and all that comes until :meth:`open`: the weights did not arrive."""
+        """Refuse what waits, and what comes until :meth:`close`: the weights did not arrive."""
         with self._changed:
             self._failure = f"the weights did not arrive: {why}"
             self._changed.notify_all()

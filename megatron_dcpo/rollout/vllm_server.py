@@ -263,13 +263,14 @@ class ServerEngine(Engine):
 
     def restart(self) -> None:
         """Wait until every server answers again. Whoever started one that ended has to start it
-        again; it has the weights that it began with then.
+        again; it has the weights that it began with then, and is sent nothing before
+        :meth:`update_weights`.
         """
         deadline = time.monotonic() + RETURN_SECONDS
         for server in self.servers:
             server.wait_for_return(deadline)
         self.weights_version = 0
-        self.gate.open()
+        self.gate.close()  # until they have weights
 
     # ---------------------------------------------------------------------------------------- parts
     def _check_version(self) -> None:

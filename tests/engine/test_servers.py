@@ -71,9 +71,11 @@ def launch(processes: int, engines: int, run_dir: Path, *options: str) -> subpro
 
 
 @contextmanager
-def serving(engines: int, run_dir: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    engines: int, run_dir: Path, endpoint: str, *options: str
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher that starts nothing but a server, as on a node of engines."""
-    launcher = launch(0, engines, run_dir, f"rollout.endpoint={endpoint}")
+    launcher = launch(0, engines, run_dir, f"rollout.endpoint={endpoint}", *options)
     try:
         yield launcher
     finally:
@@ -198,7 +200,8 @@ def test_weights_that_arrive_continue_what_is_sampled(
     endpoint = address()
     base = endpoint.removesuffix("/v1")
     exchange = tmp_path / "exchange"
-    with one_rank(), serving(1, tmp_path / "server", endpoint) as launcher:
+    long = "rollout.max_response_length=200"
+    with one_rank(), serving(1, tmp_path / "server", endpoint, long) as launcher:
         until(lambda: is_there(base), launcher)
         engine = ServerEngine([endpoint], POLICY, exchange)
         engine.update_weights(weights(factor=1.0), version=1)
@@ -208,7 +211,7 @@ def test_weights_that_arrive_continue_what_is_sampled(
         responses: list[Response] = []
 
         def sample() -> None:
-            for together in engine.stream(samples, SamplingConfig(max_tokens=100)):
+            for together in engine.stream(samples, SamplingConfig(max_tokens=200)):
                 responses.extend(together)
 
         rollout = threading.Thread(target=sample)
@@ -218,7 +221,7 @@ def test_weights_that_arrive_continue_what_is_sampled(
         rollout.join(300)
         assert not rollout.is_alive()
     assert len({response.key for response in responses}) == len(samples)
-    assert {len(response.token_ids) for response in responses} == {100}
+    assert {len(response.token_ids) for response in responses} == {200}
     assert any(len(response.versions) == 2 for response in responses)
     models = {1: model_of(factor=1.0), 2: model_of(factor=2.0)}
     for response in responses:
