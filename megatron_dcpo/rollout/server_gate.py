@@ -52,7 +52,7 @@ class Withdrawal:
         return self._stop.is_set() and not self.is_final
 
 
-class Gate:
+class RequestGate:
     """Lets requests pass while it is open, and knows which are under way."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ from megatron_dcpo.rollout.engine import (
     append_segment,
 )
 from megatron_dcpo.rollout.random_numbers import request_seed
-from megatron_dcpo.rollout.server_gate import Gate, Withdrawal
+from megatron_dcpo.rollout.server_gate import RequestGate, Withdrawal
 from megatron_dcpo.rollout.server_link import RETURN_SECONDS, ServerLink
 from megatron_dcpo.rollout.server_tensors import (
     connection,
@@ -102,7 +102,7 @@ class ServerEngine(Engine):
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
-        self.gate = Gate()
+        self.gate = RequestGate()
         for server in self.servers:
             server.wait_for_start()
             server.check(quantization)

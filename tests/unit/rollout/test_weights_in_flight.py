@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_dcpo.rollout import server_gate
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
-from megatron_dcpo.rollout.server_gate import Gate, Withdrawal
+from megatron_dcpo.rollout.server_gate import RequestGate, Withdrawal
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.types import Prompt, Response
@@ -162,7 +162,7 @@ def test_weights_that_do_not_arrive_end_the_rollout(
 
 
 def test_a_gate_holds_what_comes_while_it_is_closed() -> None:
-    gate, request = Gate(), Withdrawal()
+    gate, request = RequestGate(), Withdrawal()
     gate.close()
     passed = threading.Event()
 
@@ -180,7 +180,7 @@ def test_a_gate_holds_what_comes_while_it_is_closed() -> None:
 
 
 def test_a_request_that_is_taken_back_waits_no_longer() -> None:
-    gate, request = Gate(), Withdrawal()
+    gate, request = RequestGate(), Withdrawal()
     gate.close()
     request.set()
     with pytest.raises(EngineError), gate.passing(request):
