@@ -28,6 +28,22 @@ async def run(problem: dict[str, Any], client: Any) -> None:
     await client.completions.create(model="policy", prompt=prompt)
 
 
+async def run_in_turns(problem: dict[str, Any], client: Any) -> None:
+    """Work on a problem in turns: a call, the first token behind what the calculator shows, and the
+    rest. The policy is asked for a confidence behind each (``rollout.asks_confidence: turns``).
+    """
+    prompt = problem["prompt"]
+    first = await client.completions.create(model="policy", prompt=prompt, stop=CLOSES)
+    text = first.choices[0].text
+    if not text.startswith(OPENS) or first.choices[0].finish_reason != "stop":
+        return
+    call = f"{text}{CLOSES}"
+    prompt = f"{prompt}{call}{shown_for(call)}"
+    begun = await client.completions.create(model="policy", prompt=prompt, max_tokens=1)
+    prompt += begun.choices[0].text
+    await client.completions.create(model="policy", prompt=prompt)
+
+
 def call_for(problem: str) -> str:
     """Return the call that asks the calculator for a problem, ``347*8=``."""
     return f"{OPENS}{problem.rstrip('=')}{CLOSES}"
