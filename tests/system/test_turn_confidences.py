@@ -118,7 +118,6 @@ def test_an_evaluation_measures_them(folder: Path, turns: list[dict[str, Any]]) 
         f"held={folder / 'problems.jsonl'}",
         "--out",
         folder / "evaluated",
-        "--yes",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     scores = json.loads((folder / "evaluated" / "evaluation.json").read_text())["overall"]
