@@ -4,7 +4,8 @@
     python benchmarks/turn_confidences.py
 
 Engine and agents are those of ``openai_server.py``: random weights, whose answers and confidences
-end at their longest. A stated confidence so has 16 tokens, of which a trained policy writes six.
+end at their longest. A confidence has six tokens, which a trained policy writes (a space, a number
+and its end), not the 16 that it may have at most.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from openai_server import AGENT, POLICY, PROMPT_TOKENS, ROUNDS, SESSIONS, engine
 
 from megatron_dcpo.config.sections import AgentsConfig
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout import sessions
 from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
 from megatron_dcpo.rollout.sampling import SamplingConfig
@@ -31,11 +33,14 @@ from megatron_dcpo.types import Prompt, Response
 GOAL = 1.25
 TURNS = 4
 OF_A_TURN = (4,) if QUICK else (32, 128)  # tokens
+STATED = 6  # tokens of a confidence
+MARKER = "<certainty>"  # several tokens, which random weights do not happen to write
 ROOM = 128  # for the confidence at the end
 
 
 def measurements() -> Iterator[Measurement]:
     torch.set_num_threads(1)
+    sessions.CONFIDENCE_TOKENS = STATED
     tokenizer = load_tokenizer(POLICY)
     engine = engine_of(len(tokenizer))
     chat = ChatTokens(tokenizer, token_bytes(tokenizer), engine.eos_token_ids)
@@ -55,7 +60,7 @@ def measurements() -> Iterator[Measurement]:
                 ),
                 model="policy",
                 sequence_tokens=PROMPT_TOKENS + TURNS * max(OF_A_TURN) + ROOM,
-                marker="<conf>",
+                marker=MARKER,
             )
             rollouts.append(opened.enter_context(closing(rollout)))
         for tokens in OF_A_TURN:
