@@ -4,6 +4,7 @@ the agent does not see, a segment each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -175,3 +176,17 @@ def test_the_response_behind_its_branches_is_equal(tmp_path: Path) -> None:
     for name in ("token_ids", "logprobs", "loss_mask"):
         np.testing.assert_array_equal(getattr(turns, name)[begin:], getattr(plain, name))
     assert turns.answer_from - begin == plain.answer_from
+
+
+def test_the_weights_that_sampled_a_branch_count() -> None:
+    """New weights may have come before a session is asked."""
+    one = session()
+    three_turns(one)
+    before = one.response()
+    for planned in one.ask_earlier_confidences("<conf>"):
+        stated = replace(said(one.chat, " 0.5"), weights_version=before.weights_version + 1)
+        one.add_earlier_confidence(planned, stated, "<conf>")
+    after = one.response()
+    assert after.oldest_version == before.oldest_version
+    assert after.weights_version == before.weights_version + 1
+    assert after.versions[-1] == (before.weights_version + 1, after.branch_tokens)
