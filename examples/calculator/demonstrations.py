@@ -35,9 +35,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=96_000)
     parser.add_argument("--calls", type=float, default=0.3)
-    parser.add_argument(
-        "--asked", type=float, default=0.0, help="share asked in between (turns.yaml)"
-    )
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -49,9 +46,6 @@ def main() -> None:
     draw = make_policy.supervised_text(pools)
     rows = []
     for problem, solution in draw(args.rows, WRONG, None, rng):
-        if rng.random() < args.asked:
-            rows.append(asked_in_between(problem, solution, rng))
-            continue
         is_call = rng.random() < args.calls
         make = with_call if is_call else without_call
         rows.append(make(problem, solution))
@@ -62,19 +56,6 @@ def main() -> None:
 
 def without_call(problem: str, solution: str) -> dict[str, object]:
     return {"prompt": problem, "response": solution}
-
-
-def asked_in_between(problem: str, solution: str, rng: random.Random) -> dict[str, object]:
-    """Return the form of a confidence behind a call, or behind the first token after what the
-    calculator shows. The number is the solution's: it looks at neither.
-    """
-    call = call_for(problem)
-    said = call
-    if rng.random() < 0.5:
-        shown = shown_for(call)
-        said += shown + (solution[0] if shown == ERROR else " \\boxed{")
-    confidence = solution.rpartition(" ")[2]
-    return {"prompt": f"{problem}{said}\n<conf> Confidence:", "response": f" {confidence}"}
 
 
 def with_call(problem: str, solution: str) -> dict[str, object]:
