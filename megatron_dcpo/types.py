@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 if TYPE_CHECKING:
@@ -168,6 +169,11 @@ class Response:
     counted: Mapping[str, float] | None = None
     # why there is nothing to judge, or no judgement; the response is left out of its group
     failure: str | None = None
+    # What the policy stated behind answers before the last one (docs/agents.md#at-every-turn): the
+    # number of the turn, and the confidence, None if it is malformed.
+    turn_confidences: tuple[tuple[Count, Probability | None], ...] = ()
+    # where the tokens of each of them end: ``token_ids`` begin with these, a segment for each
+    branch_ends: tuple[Count, ...] = ()
 
     @property
     def key(self) -> ResponseKey:
@@ -176,14 +182,27 @@ class Response:
 
     def sampled(self, values: np.ndarray) -> np.ndarray:
         """Return those of the ``values`` [T, ...] of the response's tokens that belong to tokens
-        which the policy sampled. Every statistic of tokens is taken of these.
+        which the policy sampled, without those of its branches. Every statistic of the response is
+        taken of these.
         """
-        return values if self.loss_mask is None else values[self.loss_mask]
+        begin = self.branch_tokens
+        values = values[begin:]
+        return values if self.loss_mask is None else values[self.loss_mask[begin:]]
+
+    @property
+    def branch_tokens(self) -> int:
+        """Return how many tokens, at the beginning, state confidences of earlier turns."""
+        return self.branch_ends[-1] if self.branch_ends else 0
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """Return where the tokens of each branch begin and end."""
+        return tuple(pairwise((0, *self.branch_ends)))
 
     @property
     def sampled_length(self) -> int:
         """Return the number of tokens that the policy sampled; of a text without token ids, of its
-        log-probs.
+        log-probs. Those of branches do not count.
         """
         tokens = self.token_ids if self.text is None else self.logprobs
         return len(self.sampled(tokens))

@@ -188,6 +188,23 @@ def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) 
 
 
 @rc_context(_STYLE)
+def stopping_figure(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Draw the accuracy that is kept against the calls that are saved
+    (:func:`megatron_dcpo.calibration.turns.stopping_curve`); one line per name.
+    """
+    figure = _figure(4.4, 3.0)
+    axes = figure.add_subplot()
+    for position, (name, curve) in enumerate(curves.items()):
+        color = PALETTE[position % len(PALETTE)]
+        axes.plot(curve["saved"], curve["accuracy"], color=color, marker=".", label=_literal(name))
+    axes.set(xlim=(0, None), ylim=(0, None), xlabel="Calls saved", ylabel="Accuracy kept")
+    axes.xaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.legend(fontsize=8)
+    return figure
+
+
+@rc_context(_STYLE)
 def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
     """Draw the accuracy of the most confident samples against their share; one line per name."""
     figure = _figure(4.4, 3.0)

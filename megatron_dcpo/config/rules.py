@@ -32,7 +32,7 @@ from megatron_dcpo.config.sections import (
     SampledProblemsConfig,
 )
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
-from megatron_dcpo.objectives import find_method, resolve
+from megatron_dcpo.objectives import build_method, find_method, resolve
 from megatron_dcpo.objectives.options import normalization_of_the_confidence
 from megatron_dcpo.runtime.brought import REASONING_GYM
 
@@ -404,6 +404,23 @@ CONFLICTS = (
         lambda c: c.rollout.runs_agents and c.rollout.routing_replay,
         "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
         "chose experts for tokens that were not sampled; remove one of them",
+    ),
+    Conflict(
+        "train",
+        lambda c: (
+            c.rollout.asks_confidence == "turns" and not build_method(c.objective).scores_confidence
+        ),
+        "rollout.asks_confidence=turns does not go with objective.name={c.objective.name}, which "
+        "has no reward of a confidence; take dcpo, or remove it",
+    ),
+    Conflict(
+        "train",
+        lambda c: (
+            c.rollout.asks_confidence == "turns" and not build_method(c.objective).loss_is_separable
+        ),
+        "rollout.asks_confidence=turns does not go with a ratio or a weight of a whole response, "
+        "which the confidences of earlier turns would be in; take objective.ratio=token, and "
+        "objective.tis_level=token or none",
     ),
     Conflict(
         "train",

@@ -242,8 +242,10 @@ class AgentsConfig:
     """Seconds of a session, the policy's answers included, before its agent is ended."""
     agent_calls: Positive = 64
     """Calls of a session; the next one is refused."""
-    asks_confidence: bool = True
-    """At the end of a session, ask the policy for the confidence that it has not stated."""
+    asks_confidence: bool | Literal["turns"] = True
+    """Ask the policy for the confidence that it has not stated at the end of a session; turns:
+    behind each earlier answer of it too, where the agent does not see it.
+    """
 
     @property
     def runs_agents(self) -> bool:

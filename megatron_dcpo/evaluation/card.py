@@ -171,7 +171,17 @@ def _results(row: Mapping[str, Any]) -> list[list[str]]:
     for name in _benchmarks_of(row):
         values = [format_value(key, row.get(f"evaluation/{name}/{key}")) for key in _SHOWN]
         rows.append([_cell(f"{name}, verbal"), *values])
+        for turn in _turns_of(row, name):
+            prefix = f"evaluation/{name}/turn_{turn}_"
+            values = [format_value(key, row.get(f"{prefix}{key}")) for key in _SHOWN]
+            rows.append([_cell(f"{name}, behind turn {turn}"), *values])
     return rows
+
+
+def _turns_of(row: Mapping[str, Any], benchmark: str) -> list[int]:
+    """Return the numbers of the turns behind which confidences were stated."""
+    keys = (re.fullmatch(r"evaluation/(.+)/turn_(\d+)_n", key) for key in row)
+    return sorted(int(key[2]) for key in keys if key is not None and key[1] == benchmark)
 
 
 def _benchmarks_of(row: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.headline import METRICS, parts
 from megatron_dcpo.evaluation.problems import Problems, load_problems
 from megatron_dcpo.evaluation.samples import Sample
-from megatron_dcpo.evaluation.scoring import headline, score_samples
+from megatron_dcpo.evaluation.scoring import OF_A_TURN, headline, score_samples
 from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
@@ -95,6 +95,9 @@ class HeldOut:
                     shown[key] = scores[key]
             for key, value in scores.get("abstention", {}).items():
                 shown[f"abstention_{key}"] = value
+            for turn, of_turn in scores.get("turns", {}).get("by_turn", {}).items():
+                for key in OF_A_TURN:
+                    shown[f"turn_{turn}_{key}"] = of_turn[key]
             for key, value in shown.items():
                 values[f"evaluation/{name}/{key}"] = math.nan if value is None else float(value)
         return values

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NOTED = ("accuracy", "ece", "pce", "auroc", "auroc_within", "auroc_within_problem")
+_TURN_NOTED = ("n", "accuracy", "ece", "brier", "auroc")
 _SAMPLES_SHOWN = 6
 _MOST_KINDS_SHOWN = 20
 _PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
@@ -182,6 +183,7 @@ def render_report(runs: Sequence[EvaluatedRun], title: str = "Accuracy and calib
         warnings=warnings,
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
+        stopping=_stopping(runs),
         legend=legend,
         curves=_curves(trained),
         samples={run.name: _samples(run) for run in runs if run.samples},
@@ -429,7 +431,45 @@ def _panels(
     for kind, benchmark in shown:
         pictures = _reliability(runs, kind, benchmark)
         panels.append({"kind": kind, "benchmark": benchmark, "pictures": pictures})
+    for turn in _turns(runs):
+        panels.append({"kind": f"turn {turn}", "benchmark": None, "pictures": _of_turn(runs, turn)})
     return panels
+
+
+def _by_turn(run: EvaluatedRun) -> Mapping[str, Mapping[str, Any]]:
+    """Return the scores of an evaluation's confidences behind earlier answers, by the turn."""
+    by_turn: Mapping[str, Mapping[str, Any]]
+    by_turn = (_scores(run, None) or {}).get("turns", {}).get("by_turn", {})
+    return by_turn
+
+
+def _turns(runs: Sequence[EvaluatedRun]) -> list[str]:
+    return sorted({turn for run in runs for turn in _by_turn(run)}, key=int)
+
+
+def _of_turn(runs: Sequence[EvaluatedRun], turn: str) -> list[_Picture]:
+    """Return the reliability diagram of the confidences behind a turn, of each run."""
+    pictures = []
+    for run in runs:
+        scores = _by_turn(run).get(turn)
+        if scores is not None:
+            noted = [
+                f"{METRICS[key].label} {format_value(key, scores[key])}" for key in _TURN_NOTED
+            ]
+            figure = diagrams.run_panel(bins_from_json(scores["bins"]), _short(run.name))
+            label = f"{run.name} turn {turn} reliability"
+            pictures.append(_Picture(_svg(figure, label), ", ".join(noted)))
+    return pictures
+
+
+def _stopping(runs: Sequence[EvaluatedRun]) -> list[_Picture]:
+    """Return the picture of what stopping sessions early keeps and saves."""
+    curves = {}
+    for run in runs:
+        turns = (_scores(run, None) or {}).get("turns")
+        if turns is not None:
+            curves[run.name] = turns["stopping"]
+    return [_Picture(_svg(diagrams.stopping_figure(curves), "stopping"))] if curves else []
 
 
 def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Picture]:

@@ -30,6 +30,7 @@ from megatron_dcpo.calibration.summary import (
     summarize,
     violation_rates,
 )
+from megatron_dcpo.calibration.turns import SessionTurns, stopping_curve, summaries_by_turn
 from megatron_dcpo.data.problem_kinds import (
     MOST_KINDS,
     ProblemKinds,
@@ -44,6 +45,8 @@ from megatron_dcpo.evaluation.samples import Sample
 
 logger = logging.getLogger(__name__)
 
+# of the confidences behind an earlier answer of an agent
+OF_A_TURN = ("n", "accuracy", "mean_confidence", "ece", "brier", "auroc", "violation_rate")
 SEVERAL = 5  # stated confidences that are said to be all the same
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
     {
@@ -262,6 +265,8 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], options: _Options) -
         rows = _samples_of_repeat(samples, repeat)
         accuracies.append(metrics.accuracy([float(sample.correct) for sample in rows]))
     scores["runs"] = _spread(accuracies)
+    if any(sample.response.turn_confidences for sample in samples):
+        scores["turns"] = _of_turns(samples, options.bins)
     if options.resamples:
         scores["ci95"] = intervals
     return scores
@@ -347,6 +352,31 @@ def _of_answers(answers: _Answers) -> dict[str, Any]:
     if any(abstained):
         scores["abstention"] = abstention_rates(answers.correct, abstained)
     return scores
+
+
+def _of_turns(samples: Sequence[Sample], bins: int) -> dict[str, Any]:
+    """Return the metrics of the confidences behind earlier answers of agents, by the number of the
+    turn, and the curve of stopping at one that is too low.
+    """
+    sessions = sessions_of(samples)
+    by_turn = {}
+    for turn, (confidences, correct, summary) in summaries_by_turn(sessions, bins).items():
+        block = {name: summary[name] for name in OF_A_TURN}
+        block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
+        by_turn[str(turn)] = block
+    return {"by_turn": by_turn, "stopping": stopping_curve(sessions)}
+
+
+def sessions_of(samples: Sequence[Sample]) -> list[SessionTurns]:
+    """Return the confidences of each sample's turns."""
+    return [
+        SessionTurns(
+            confidences=sample.response.turn_confidences,
+            calls=int((sample.response.counted or {}).get("agent_calls", 1)),
+            correct=float(sample.correct),
+        )
+        for sample in samples
+    ]
 
 
 def _of_lookup(answers: _Answers) -> dict[str, Any]:

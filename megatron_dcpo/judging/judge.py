@@ -170,6 +170,7 @@ def _last_answer(response: Response) -> Response:
         contexts=(),
         context_ids=None,
         answer_from=0,
+        branch_ends=(),
     )
 
 

@@ -32,6 +32,7 @@ from megatron_dcpo.types import (
     BLOCK_NONE,
     BLOCK_REASONING,
     BLOCKS,
+    ConfidenceStatus,
     Judgement,
     MicroBatch,
     Response,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
+A_C = SCORES.index("A_c")
 BLOCK_ORDER = tuple(BLOCKS.values())
 
 # From a group's correctness R, confidence c (NaN if malformed) and mean log-prob, float64 [G] each,
@@ -114,10 +116,19 @@ class Method:
         """Raise :class:`UserError` if the method cannot score a group of four responses of which
         two are right: better before a rollout than after it.
         """
+        self._scores_of_a_trial()
+
+    @property
+    def scores_confidence(self) -> bool:
+        """Return whether a stated confidence has a reward."""
+        R_c = self._scores_of_a_trial()[SCORES.index("R_c")]
+        return not np.isnan(R_c).any()
+
+    def _scores_of_a_trial(self) -> Sequence[np.ndarray]:
         correct = np.array([1.0, 1.0, 0.0, 0.0])
         confidence = np.array([0.9, 0.6, 0.7, 0.2])
         logprob = np.array([-0.5, -0.7, -0.9, -1.1])
-        self._scores_of_group(correct, confidence, logprob)
+        return self._scores_of_group(correct, confidence, logprob)
 
     def with_entropy_coef(self, coef: float) -> Method:
         """Return the method with another coefficient of the reasoning's entropy
@@ -137,19 +148,22 @@ class Method:
         """
         if scores is None:
             scores = self.group_scores(samples)
-        scores = self.scaled_scores(samples, scores)
+        scores, of_branches = self._scaled(samples, scores, self.branch_advantages(samples))
         blocks = [blocks_of(sample, self.options) for sample in samples]
         members = self.block_members(samples, blocks, scores)
-        weights = self.token_weights(blocks, members)
+        weights = self.token_weights(samples, blocks, members)
         scored = []
         for index, sample in enumerate(samples):
             _, R, R_c, A_r, A_c = scores[:, index]
+            advantages = _token_advantages(blocks[index], A_r, A_c)
+            for (begin, end), A in zip(sample.response.branches, of_branches[index], strict=True):
+                advantages[begin:end] = A
             scored.append(
                 replaced(
                     sample,
                     R=float(R),
                     R_c=float(R_c),
-                    advantages=_token_advantages(blocks[index], A_r, A_c),
+                    advantages=advantages,
                     block_ids=blocks[index],
                     weights=weights[index],
                 )
@@ -169,7 +183,7 @@ class Method:
         R = self._all_correctness(samples)
         c = np.array([scored_confidence(each, self.options) for each in judgements], np.float64)
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
-        lengths = np.array([judgement.length for judgement in judgements])
+        lengths = np.array([s.judgement.length - s.response.branch_tokens for s in samples])
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
             group_scores = self._scores_of_group(R[rows], c[rows], logprob[rows])
@@ -182,16 +196,60 @@ class Method:
         """Return the :meth:`group_scores` of a mini-batch with the advantages that ``batch_std``
         divides by one number for all groups (:func:`batch_scale`).
         """
+        scaled, _ = self._scaled(samples, scores, self.branch_advantages(samples))
+        return scaled
+
+    def _scaled(
+        self,
+        samples: Sequence[TrainingSample],
+        scores: np.ndarray,
+        branches: Sequence[np.ndarray],
+    ) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+        """Return the scores and the :meth:`branch_advantages` of a mini-batch, both divided by one
+        number where ``batch_std`` asks for it.
+        """
         R = self._all_correctness(samples)
         if self.options.advantage_normalization_confidence != "batch_std" or np.isnan(R).all():
-            return scores
+            return scores, branches
         order = np.concatenate(list(rows_of_groups(samples).values()))
         answered = order[~np.isnan(R[order])]
-        scale = batch_scale(scores[SCORES.index("A_c"), answered])
+        last = scores[A_C, answered]
+        scale = batch_scale(np.concatenate([last, *(branches[row] for row in answered)]))
         scaled = scores.copy()
         for name in self.batch_scaled:
             scaled[SCORES.index(name)] /= scale
-        return scaled
+        return scaled, [of_sample / scale for of_sample in branches]
+
+    def branch_advantages(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """Return A_c of each sample's confidences of earlier turns, float64 [branches].
+
+        They are scored as the last ones are, by :data:`ScoreGroup`, among the answers of the same
+        turn of the group's sessions. A turn that one session alone has reached is scored among the
+        other sessions' last confidences.
+        """
+        advantages = [np.zeros(len(sample.response.turn_confidences)) for sample in samples]
+        if not any(map(len, advantages)):
+            return advantages
+        R = self._all_correctness(samples)
+        last = np.array([scored_confidence(one.judgement, self.options) for one in samples])
+        for rows in rows_of_groups(samples).values():
+            for members in _by_turn(samples, rows).values():
+                c = np.array([self._branch_confidence(samples[row], at) for row, at in members])
+                compared = [row for row, _ in members]
+                if len(set(compared)) == 1:
+                    others = [row for row in rows if row != compared[0]]
+                    compared += others
+                    c = np.append(c, last[others])
+                A_c = self._scores_of_group(R[compared], c, np.full(len(c), np.nan))[A_C]
+                for (row, at), A in zip(members, A_c, strict=False):
+                    advantages[row][at] = A
+        return advantages
+
+    def _branch_confidence(self, sample: TrainingSample, number: int) -> float:
+        _, confidence = sample.response.turn_confidences[number]
+        status: ConfidenceStatus = "unparsable" if confidence is None else "ok"
+        stated = replaced(sample.judgement, confidence=confidence, status=status, stated=None)
+        return scored_confidence(stated, self.options)
 
     def _scores_of_group(
         self, R: np.ndarray, c: np.ndarray, logprob: np.ndarray
@@ -239,7 +297,7 @@ class Method:
         members = np.stack([trained, trained])
         if self.options.block_groups == "all":
             return members
-        signals = trained & _has_tokens(blocks) & has_signal(_advantages_of(scores))
+        signals = trained & self._signals(samples, blocks, scores)
         correctness = self._all_correctness(samples)
         for rows in rows_of_groups(samples).values():
             for number, block_id in enumerate(BLOCK_ORDER):
@@ -250,22 +308,37 @@ class Method:
                     members[number, rows] = False
         return members
 
-    def token_weights(self, blocks: Sequence[np.ndarray], members: np.ndarray) -> list[np.ndarray]:
+    def token_weights(
+        self,
+        samples: Sequence[TrainingSample],
+        blocks: Sequence[np.ndarray],
+        members: np.ndarray,
+    ) -> list[np.ndarray]:
         """Return each token's share of the loss, float64 [T_i] per response, from the block of each
         token and the ``members`` of both blocks, bool [2, N].
 
         By ``loss_aggregation`` a token of block b has weight_b / (N_sequences |o_i|), weight_b /
         N_tokens, weight_b / N_b or weight_b / (N_sequences L). N counts the members of b: their
         number, their tokens of both blocks, or of b; L is ``max_response_length``. Tokens of other
-        responses have 0.
+        responses have 0. |o_i| and the tokens of both blocks do not count those of branches, and
+        the tokens of a session's K confidences count 1 / K each (:func:`shares_of`).
         """
         lengths = np.array([len(block) for block in blocks], np.int64)
-        sampled = np.array([np.count_nonzero(block) for block in blocks], np.int64)
+        sampled = np.array(
+            [
+                np.count_nonzero(block[sample.response.branch_tokens :])
+                for sample, block in zip(samples, blocks, strict=True)
+            ],
+            np.int64,
+        )
+        shares = [shares_of(one, block) for one, block in zip(samples, blocks, strict=True)]
         sequences = np.maximum(members.sum(axis=1), 1.0)
         tokens = np.maximum(members @ sampled, 1.0)
         block_tokens = []
         for member, block_id in zip(members, BLOCKS.values(), strict=True):
-            counts = [np.count_nonzero(block == block_id) for block in blocks]
+            counts = [
+                share[block == block_id].sum() for share, block in zip(shares, blocks, strict=True)
+            ]
             block_tokens.append(max(float(np.dot(member, counts)), 1.0))
         # from here on per token, indexed by its block: tokens of no block have the weight 0
         token_block = np.concatenate([np.empty(0, np.int8), *blocks])
@@ -286,6 +359,7 @@ class Method:
             is_member[in_block] = np.repeat(member, lengths)[in_block]
         weight = np.array([0.0, *self.options.weights])  # indexed by block id
         weights = weight[token_block] / denominator * is_member
+        weights *= np.concatenate([np.empty(0), *shares])
         return np.split(weights, np.cumsum(lengths)[:-1])[: len(lengths)]
 
     def is_informative(
@@ -320,7 +394,21 @@ class Method:
         blocks = [blocks_of(sample, self.options) for sample in samples]
         members = self.block_members(samples, blocks, scores)
         weighted = np.array(self.options.weights)[:, None] != 0
-        return members & _has_tokens(blocks) & weighted & has_signal(_advantages_of(scores))
+        return members & weighted & self._signals(samples, blocks, scores)
+
+    def _signals(
+        self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray], scores: np.ndarray
+    ) -> np.ndarray:
+        """Return which samples have a token with an advantage other than 0 in each block, bool
+        [2, N].
+        """
+        own = [
+            block[one.response.branch_tokens :] for one, block in zip(samples, blocks, strict=True)
+        ]
+        signals = _has_tokens(own) & has_signal(_advantages_of(scores))
+        for row, advantages in enumerate(self.branch_advantages(samples)):
+            signals[BLOCK_ORDER.index(BLOCK_CONFIDENCE), row] |= has_signal(advantages).any()
+        return signals
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
         """Return whether a scored sample can have a gradient, with KL and entropy terms; in
@@ -436,9 +524,36 @@ def blocks_of(sample: TrainingSample, options: ObjectiveConfig) -> np.ndarray:
     sample.
     """
     blocks = block_ids(sample.judgement, options)
+    blocks[: sample.response.branch_tokens] = BLOCK_CONFIDENCE
     if sample.response.loss_mask is not None:
         blocks[~sample.response.loss_mask] = BLOCK_NONE
     return blocks
+
+
+def shares_of(sample: TrainingSample, blocks: np.ndarray) -> np.ndarray:
+    """Return what each token of a response counts, from its block, float64 [T]: 1, and 1 / K in
+    each of K confidences of a session, so that it counts once, however many turns it has.
+    """
+    shares = np.ones(len(blocks))
+    branches = len(sample.response.branch_ends)
+    if branches:
+        is_confidence = blocks == BLOCK_CONFIDENCE
+        has_last = bool(is_confidence[sample.response.branch_tokens :].any())
+        shares[is_confidence] = 1 / (branches + has_last)
+    return shares
+
+
+def _by_turn(
+    samples: Sequence[TrainingSample], rows: Sequence[int]
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the branches of a group by the number of their turn, each as the row of its sample and
+    its place in that.
+    """
+    turns: dict[int, list[tuple[int, int]]] = {}
+    for row in rows:
+        for place, (turn, _) in enumerate(samples[row].response.turn_confidences):
+            turns.setdefault(turn, []).append((row, place))
+    return turns
 
 
 def _check_group(judgements: Sequence[Judgement]) -> None:

@@ -188,12 +188,22 @@ class _Sessions:
             self.rollout.warn((prompt.prompt_id, index), why)
             version = self.rollout.engine.weights_version
             return failed(prompt, index, why, version, self.step)
-        if self.rollout.config.asks_confidence:
-            planned = session.ask_confidence(self.rollout.marker)
-            if planned is not None:
-                (stated,) = await self.rollout.endpoint.sample(session, planned)
-                session.add_confidence(planned, stated)
+        await self._ask_confidences(session)
         return session.response(verdict)
+
+    async def _ask_confidences(self, session: Session) -> None:
+        """Have the policy state the confidences of a session that is over, all at once."""
+        asks, marker = self.rollout.config.asks_confidence, self.rollout.marker
+        last = session.ask_confidence(marker) if asks else None
+        earlier = session.ask_earlier_confidences(marker) if asks == "turns" else []
+        planned = [last, *earlier] if last is not None else earlier
+        sample = self.rollout.endpoint.sample
+        answers = await asyncio.gather(*(sample(session, one) for one in planned))
+        for one, (stated,) in zip(planned, answers, strict=True):
+            if one is last:
+                session.add_confidence(one, stated)
+            else:
+                session.add_earlier_confidence(one, stated, marker)
 
     async def _run_agent(self, session: Session) -> Mapping[str, Any]:
         """Return the outcome of an agent, while whose process runs the session takes calls."""

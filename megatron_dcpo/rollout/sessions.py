@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_dcpo.data.chat_template import PROMPT_TOKENS
+from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.rollout.chat_messages import (
     Message,
     MessageError,
@@ -153,6 +154,16 @@ class Turn:
         return self.history[-1]
 
 
+class _Branch(NamedTuple):
+    """What the policy stated behind an answer that was not the last: the number of that turn, the
+    tokens, and the confidence, None if it is malformed.
+    """
+
+    turn: int
+    stated: Turn
+    confidence: float | None
+
+
 @dataclass
 class Session:
     """What an agent and the policy say about ``prompt``, as response ``index``. ``chat`` encodes
@@ -175,6 +186,7 @@ class Session:
     is_out_of_budget: bool = False  # the last call was refused because of it
     _seen: Counter[bytes] = field(default_factory=Counter)
     _confidence: Turn | None = None
+    _branches: list[_Branch] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------- calls
     def admit(self, call: Call) -> None:
@@ -423,27 +435,76 @@ class Session:
         """
         if not self.turns:
             return None
-        last = self.turns[-1]
-        ended = self.chat.has_ended(last.sampled)
-        kept = len(last.sampled) - ended
-        text = self.chat.text_of(last.sampled[:kept])
-        end_of_prompt = self.chat.bytes_of(last.prompt.token_ids[-PROMPT_TOKENS:])
-        _, answer = split_reasoning(text, self.chat.tags, end_of_prompt)
-        if not answer or marker in answer:
+        prompt = self._confidence_prompt(self.turns[-1], marker)
+        if prompt is None:
             return None
-        line = f"{marker} Confidence:"
-        opening = self.chat.encode(line if text.endswith("\n") else f"\n{line}")
-        token_ids = (*last.prompt.token_ids, *last.sampled[:kept].tolist(), *opening)
-        prompt = CallPrompt(token_ids, last, kept)
-        left = self.limits.sequence_tokens - len(token_ids)
+        left = self.limits.sequence_tokens - len(prompt.token_ids)
         left = min(self._left(prompt), left, CONFIDENCE_TOKENS)
         if left < 1:
             return None
         return PlannedCall(Call(text=""), prompt, left, (self._name_of(prompt),))
 
+    def ask_earlier_confidences(self, marker: str) -> list[PlannedCall]:
+        """Return the calls that have the policy state a confidence behind each answer before the
+        last, by the number of the turn. They use nothing of what the session may sample.
+        """
+        planned = []
+        # by name: in which order calls have come does not matter
+        for turn in sorted(self.turns[:-1], key=lambda one: (self._number_of(one), one.name)):
+            prompt = self._confidence_prompt(turn, marker)
+            if prompt is None:
+                continue
+            left = min(self.limits.sequence_tokens - len(prompt.token_ids), CONFIDENCE_TOKENS)
+            if left >= 1:
+                names = (self._name_of(prompt),)
+                planned.append(PlannedCall(Call(text=""), prompt, left, names))
+        return planned
+
+    def _confidence_prompt(self, turn: Turn, marker: str) -> CallPrompt | None:
+        """Return the prompt that asks for a confidence behind an answer, None if it has stated one,
+        or if there is no answer.
+        """
+        ended = self.chat.has_ended(turn.sampled)
+        kept = len(turn.sampled) - ended
+        text = self.chat.text_of(turn.sampled[:kept])
+        end_of_prompt = self.chat.bytes_of(turn.prompt.token_ids[-PROMPT_TOKENS:])
+        _, answer = split_reasoning(text, self.chat.tags, end_of_prompt)
+        if not answer or marker in answer:
+            return None
+        line = f"{marker} Confidence:"
+        opening = self.chat.encode(line if text.endswith("\n") else f"\n{line}")
+        token_ids = (*turn.prompt.token_ids, *turn.sampled[:kept].tolist(), *opening)
+        return CallPrompt(token_ids, turn, kept)
+
+    def _number_of(self, turn: Turn) -> int:
+        """Return the number of a turn: how many answers of the policy its conversation has, itself
+        included; those that the problem came with do not count.
+        """
+        if turn.call.is_chat:
+            given = _answers(self.prompt.messages)
+            return max(1, _answers(turn.history) - given)
+        number = 1
+        while turn.parent is not None:
+            turn = turn.parent
+            number += 1
+        return number
+
     def add_confidence(self, planned: PlannedCall, response: Response) -> None:
         """Add what the policy stated when it was asked; the session may be sealed."""
         self._confidence = self._turn(planned, planned.names[0], response)
+
+    def add_earlier_confidence(self, planned: PlannedCall, response: Response, marker: str) -> None:
+        """Add what the policy stated behind an earlier answer; the session may be sealed."""
+        asked_behind = planned.prompt.parent
+        assert asked_behind is not None
+        if not len(response.token_ids):
+            return
+        stated = self._turn(planned, planned.names[0], response)
+        parsed = parse_confidence(
+            f"{marker}{stated.answer}", marker=marker, finished=stated.finish_reason == "stop"
+        )
+        number = self._number_of(asked_behind)
+        self._branches.append(_Branch(number, stated, parsed.confidence))
 
     def response(self, verdict: Mapping[str, Any] | None = None) -> Response:
         """Return the session as one response with a ``verdict``, if there is one. The last answer,
@@ -455,6 +516,11 @@ class Session:
         last = self._confidence or answer
         paths = self._paths(last)
         parts = _Parts()
+        branch_ends = []
+        for branch in self._branches:
+            parts.begin(branch.stated.prompt.token_ids)
+            parts.sample(branch.stated, None)
+            branch_ends.append(parts.length)
         answer_from = 0
         for path in paths:
             parts.begin(path[0].prompt.token_ids)
@@ -466,14 +532,16 @@ class Session:
                 kept = path[number + 1].prompt.kept if number + 1 < len(path) else None
                 parts.sample(turn, kept)
         token_ids, logprobs, loss_mask = parts.arrays()
-        is_prompt_alone = len(paths) == 1 and parts.contexts == [self.prompt.token_ids]
+        is_prompt_alone = parts.contexts == [self.prompt.token_ids]
         contexts: tuple[tuple[int, int], ...] = ()
         context_ids = None
         if not is_prompt_alone:
             counts = [len(context) for context in parts.contexts]
             contexts = tuple(zip(parts.starts, counts, strict=True))
             context_ids = np.array([i for context in parts.contexts for i in context], np.int64)
-        versions = _versions_of(turn for path in paths for turn in path)
+        sampled = [branch.stated for branch in self._branches]
+        sampled += [turn for path in paths for turn in path]
+        versions = _versions_of(sampled)
         return Response(
             prompt_id=self.prompt.prompt_id,
             sample_index=self.index,
@@ -489,6 +557,8 @@ class Session:
             answer_from=answer_from,
             verdict=verdict,
             counted=self.counted(segments=len(paths)),
+            turn_confidences=tuple((branch.turn, branch.confidence) for branch in self._branches),
+            branch_ends=tuple(branch_ends),
         )
 
     def _is_complete(self, last: Turn) -> bool:
@@ -525,6 +595,11 @@ class Session:
             owned.update(id(turn) for turn in path)
             paths.append(path)
         return [*paths, main]
+
+
+def _answers(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many of the messages are the policy's."""
+    return sum(message.get("role") == "assistant" for message in messages)
 
 
 def _to_root(turn: Turn, owned: set[int]) -> list[Turn]:

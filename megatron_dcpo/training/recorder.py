@@ -239,7 +239,7 @@ def sample_row(sample: TrainingSample, step: int, texts: Texts) -> codec.Row:
     """
     response = sample.response
     if response.text is None:
-        text = texts.of_response(response.token_ids.tolist())
+        text = texts.of_response(response.token_ids[response.branch_tokens :].tolist())
         response = replaced(response, text=text)
     row = codec.to_row(sample.prompt, response, sample.judgement)
     row["training_step"] = step
@@ -251,18 +251,20 @@ def token_pieces(
     sample: TrainingSample, decode: Callable[[Sequence[int]], str]
 ) -> list[tuple[str, str, float | None]]:
     """Return the response in runs of tokens that share block and advantage, as (text, block,
-    advantage); the advantage is None if the response was not scored.
+    advantage); the advantage is None if the response was not scored. Branches are left out.
     """
+    begin = sample.response.branch_tokens
     ids = sample.response_ids.tolist()
     if sample.block_ids is None or sample.advantages is None:
         boundary = sample.judgement.boundary
         return [
-            (decode(ids[:boundary]), "reasoning", None),
+            (decode(ids[begin:boundary]), "reasoning", None),
             (decode(ids[boundary:]), "confidence", None),
         ]
+    ids = ids[begin:]
     names = {index: block for block, index in BLOCKS.items()}
-    blocks = [names.get(index, "other") for index in sample.block_ids.tolist()]
-    advantages = np.round(sample.advantages, 4).tolist()
+    blocks = [names.get(index, "other") for index in sample.block_ids[begin:].tolist()]
+    advantages = np.round(sample.advantages[begin:], 4).tolist()
     marks = zip(blocks, advantages, strict=True)
     pieces: list[tuple[str, str, float | None]] = []
     for (block, advantage), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1)):

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import abstention_rates, summarize
+from megatron_dcpo.calibration.metrics import DEFAULT_BINS
 from megatron_dcpo.calibration.summary import OF_CONFIDENCE, Bootstrap
+from megatron_dcpo.calibration.turns import SessionTurns, summaries_by_turn
 from megatron_dcpo.data.problem_kinds import kinds_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method
@@ -79,6 +81,7 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
         "length/mean": float(np.mean(lengths)),
         "length/max": int(max(lengths)),
         **thinking_metrics(judgements),
+        **turn_metrics(samples),
         "length/truncated": float(np.mean(truncated)),
     }
 
@@ -123,6 +126,25 @@ def thinking_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     if not lengths:
         return {}
     return {"length/thinking": float(np.mean(lengths))}
+
+
+def turn_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """Return the calibration of the confidences that were stated behind earlier answers of agents,
+    by the number of the turn.
+    """
+    sessions = [
+        SessionTurns(
+            confidences=sample.response.turn_confidences,
+            calls=1,
+            correct=sample.judgement.correct,
+        )
+        for sample in samples
+    ]
+    metrics = {}
+    for turn, (_, _, summary) in summaries_by_turn(sessions, DEFAULT_BINS).items():
+        for name in ("mean_confidence", "accuracy", "ece", "auroc", "violation_rate"):
+            metrics[f"turn/{turn}/{name}"] = summary[name]
+    return metrics
 
 
 def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
