@@ -28,6 +28,7 @@ from megatron_dcpo.training.preflight import (
     check_model,
     check_pass_through,
     check_processes,
+    check_teacher,
     check_tokens,
 )
 from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
@@ -152,6 +153,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
+    check_teacher(config, arch, vocabulary)
     facts["tokenizer"] = f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
     if unread:
         return facts
