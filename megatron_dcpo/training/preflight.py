@@ -146,9 +146,7 @@ def check_lengths(
     response = config.rollout.max_response_length
     longest = max((prompt for source in sources for prompt in source.prompts), key=_length)
     _check_positions(config, arch, longest, "rollout.max_response_length", response)
-    if config.objective.teacher:
-        teacher = config.objective.teacher
-        _check_positions_of_teacher(teacher, _length(longest) + response)
+    _check_positions_of_teacher(config.objective.teacher, _length(longest) + response)
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
@@ -159,8 +157,10 @@ def check_lengths(
 
 def _check_positions_of_teacher(path: str, tokens: int) -> None:
     """Raise :class:`UserError` when the longest prompt and response of ``tokens`` are more than the
-    teacher has positions.
+    teacher has positions, if there is a teacher here.
     """
+    if not path or not Path(path).is_dir():
+        return
     positions = read_architecture(path).max_position_embeddings
     if tokens > positions:
         raise UserError(

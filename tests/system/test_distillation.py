@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import metrics, run, train, without_clocks
+from tests.helpers.quickstart import run, train, without_clocks
 
 POLICY = QUICKSTART / "policy"
 FEW = ("training.steps=1", "training.save_interval=0")

@@ -19,7 +19,6 @@ from megatron_dcpo.types import (
     TokenOutputs,
 )
 from tests.helpers.objective_cases import (
-    NEW,
     OLD,
     flat,
     golden_judgements,
@@ -173,10 +172,10 @@ def test_the_column_is_needed() -> None:
 
 
 def test_a_teacher_without_a_coefficient_is_refused() -> None:
-    with pytest.raises(UserError, match="objective.teacher .*objective.distill_coef_reasoning"):
+    with pytest.raises(UserError, match=r"objective\.teacher .*objective\.distill_coef_reasoning"):
         build_method(ObjectiveConfig(teacher="somewhere"))
 
 
 def test_a_method_with_another_loss_has_no_teacher() -> None:
-    with pytest.raises(UserError, match="objective.distill_coef_reasoning"):
+    with pytest.raises(UserError, match=r"objective\.distill_coef_reasoning"):
         build_method(ObjectiveConfig(name="ccgspg", distill_coef_reasoning=1.0))
