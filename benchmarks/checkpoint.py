@@ -1,12 +1,14 @@
 """How long a checkpoint keeps the loop waiting, against a copy of the state in memory; who writes
-what; what is read.
+what; what is read; what the checksums cost by which a checkpoint shows that it is new.
 
     python benchmarks/run.py checkpoint
 
 Policies of 28 and 105 million parameters with AdamW's state, 1 and 2 data-parallel ranks,
 distributed optimizer, written in the background: blocked is the time until ``Saver.begin`` returns,
 state gathered and planned, and that of ``Saver.finish`` once all ranks have written. The
-alternative copies what the rank writes into memory that it has, in turns.
+alternative copies what the rank writes into memory that it has, in turns. Checksums are those of
+``checkpoints/staleness.py``: the same save with and without them, in turns, from the marks of the
+live state to the announcement, by the processor time of all threads.
 """
 
 from __future__ import annotations
@@ -65,6 +67,18 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     yield Measurement(
         f"{name}, blocked, processor time", *seconds, unit, other, 1.2, reason=reason, **facts
     )
+    with_them, without = (
+        sum(map(min, (rank[key] for rank in ranks))) for key in ("proved", "bare")
+    )
+    yield Measurement(
+        f"{name}, checksums",
+        with_them,
+        without,
+        f"s (processor time of a whole save, all ranks, min of {ROUNDS})",
+        "the same save without checksums and marks",
+        1.05,
+        same=same,
+    )
     most = max(rank["written"] for rank in ranks)
     share, fair = f"{name}, largest share", total / len(ranks)
     yield Measurement(
@@ -91,9 +105,11 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
 def worker(options: dict[str, Any]) -> None:
     import os
     import time
+    from unittest.mock import patch
 
     import torch
 
+    from megatron_dcpo.checkpoints import saver as module
     from megatron_dcpo.checkpoints.manifest import iteration_dir
     from megatron_dcpo.checkpoints.saver import Saver
     from megatron_dcpo.checkpoints.state import (
@@ -103,10 +119,12 @@ def worker(options: dict[str, Any]) -> None:
         newest_intact,
     )
     from megatron_dcpo.runtime.distributed import barrier, destroy
+    from megatron_dcpo.training.checkpointer import MegatronModel
 
     out = Path(options["out"])
     policy, optimizer = after_one_step(Path(options["model"]), out)
     topology = policy.topology
+    model = MegatronModel(policy, optimizer)
     saver = Saver(out / "checkpoints", topology.rank, 1, True, topology.replica_group)
     numbers = iter(range(1, 100))
     run = {
@@ -117,13 +135,15 @@ def worker(options: dict[str, Any]) -> None:
     own: list[Any] = []
     kept: list[Any] = []
     blocked, planned, cloned, busy, busy_cloning = ([] for _ in range(5))  # type: list[list[float]]
+    proved: list[float] = []
+    bare: list[float] = []
 
     def save() -> None:
         barrier()
         begin, cpu = time.perf_counter(), time.thread_time()
         state = checkpoint_state(policy, optimizer, next(numbers), run)
         planned.append(time.perf_counter() - begin)
-        saver.begin(state["run"]["iteration"], state)
+        saver.begin(state["run"]["iteration"], state, model.marks())
         blocked.append(time.perf_counter() - begin)
         busy.append(time.thread_time() - cpu)
         assert saver._pending is not None
@@ -148,11 +168,28 @@ def worker(options: dict[str, Any]) -> None:
         busy_cloning.append(time.thread_time() - cpu)
         return len(kept)
 
+    def whole(seconds: list[float], marks: Any) -> None:
+        barrier()
+        begin = time.process_time()
+        state = checkpoint_state(policy, optimizer, next(numbers), run)
+        saver.begin(state["run"]["iteration"], state, marks())
+        saver.wait()
+        seconds.append(time.process_time() - begin)
+
+    def prove() -> None:
+        whole(proved, model.marks)
+
+    def save_bare() -> None:
+        none = dict.fromkeys(("checksums", "checksums_of_values"), lambda _: {})
+        with patch.multiple(module, **none):
+            whole(bare, dict)
+
     save()
     clone()
     for warm in (blocked, planned, busy, cloned, busy_cloning):
         warm.clear()
     in_turns(ROUNDS, warm_up=0, save=save, clone=clone)
+    in_turns(ROUNDS, warm_up=0, prove=prove, save_bare=save_bare)
     before = [tensor.detach().clone() for tensor in trained(policy, optimizer)]
     latest, _ = newest_intact(out / "checkpoints", topology)
     start = read_bytes()
@@ -168,6 +205,8 @@ def worker(options: dict[str, Any]) -> None:
         "planned": planned,
         "clone": cloned,
         "read": read,
+        "proved": proved,
+        "bare": bare,
         "busy": busy,
         "busy_cloning": busy_cloning,
         "written": sum(file.stat().st_size for file in files),

@@ -199,9 +199,14 @@ class Response:
         )
 
     @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Return the weights version and the number of tokens of each part, oldest first."""
+        return self.segments or ((self.weights_version, len(self.token_ids)),)
+
+    @property
     def oldest_version(self) -> int:
         """Return the oldest weights version that sampled a token."""
-        return self.segments[0][0] if self.segments else self.weights_version
+        return self.versions[0][0]
 
 
 @dataclass(frozen=True)

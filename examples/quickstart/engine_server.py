@@ -4,8 +4,8 @@ without a GPU:
     python examples/quickstart/engine_server.py --model examples/quickstart/policy --port 8011
 
 ``dcpo launch`` starts it with ``--engine-command`` (async.yaml). It answers what training asks of a
-vLLM server, and nothing else. Requests that come together are sampled together, to their end. For
-this machine alone.
+vLLM server, and nothing else. Requests that come together are sampled together, to their end or to
+a pause. For this machine alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from megatron_dcpo.errors import EXIT_USER_ERROR, UserError
-from megatron_dcpo.rollout.engine import SamplingConfig
+from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime.device import set_threads
 from megatron_dcpo.runtime.text import parse_json
@@ -46,6 +46,8 @@ class TransformersServer(ThreadingHTTPServer):
         self.engine, self.version = engine, "0"
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.sampling = threading.Lock()
+        self.going_on = threading.Event()
+        self.going_on.set()
         super().__init__(address, _Handler)
 
     def work(self) -> None:
@@ -59,6 +61,7 @@ class TransformersServer(ThreadingHTTPServer):
             for job in together:
                 alike[job[0]].append(job)
             for sampling, jobs in alike.items():
+                self.going_on.wait()
                 with self.sampling:
                     self._sample(sampling, jobs)
 
@@ -67,10 +70,10 @@ class TransformersServer(ThreadingHTTPServer):
         for _, prompt, seed, answer in jobs:
             asked[prompt.prompt_id, seed].append(answer)
         prompts = {prompt.prompt_id: prompt for _, prompt, _, _ in jobs}
+        samples = [(prompts[name], seed) for name, seed in asked]
+        until_pause = PartialRollout(should_stop=lambda: not self.going_on.is_set(), unfinished={})
         try:
-            for responses in self.engine.stream(
-                [(prompts[name], seed) for name, seed in asked], sampling
-            ):
+            for responses in self.engine.stream(samples, sampling, partial=until_pause):
                 for response in responses:
                     for answer in asked.pop(response.key):
                         answer.set_result(response)
@@ -101,6 +104,17 @@ class TransformersServer(ThreadingHTTPServer):
                 parameter.data.copy_(reader.slice(name)[:])
         return {}
 
+    def pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer ``/pause?mode=abort``: what is being sampled is returned as it is."""
+        self.going_on.clear()
+        with self.sampling:
+            return {}
+
+    def resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer ``/resume``."""
+        self.going_on.set()
+        return {}
+
     def rename(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer ``/update_weight_version``."""
         self.version = body["new_version"]
@@ -128,10 +142,12 @@ class _Handler(BaseHTTPRequestHandler):
             "/collective_rpc": self.server.reload,
             "/update_weight_version": self.server.rename,
             "/reset_prefix_cache": lambda body: {},
+            "/pause": self.server.pause,
+            "/resume": self.server.resume,
         }
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
-            self._send(200, known[self.path](parse_json(body)))
+            self._send(200, known[self.path.partition("?")[0]](parse_json(body)))
         except (
             Exception
         ) as error:  # whatever the engine raises, or a body that is not the trainer's

@@ -1,4 +1,5 @@
-"""The manifest that makes a checkpoint complete and intact: size and SHA-256 of each of its files.
+"""The manifest that makes a checkpoint complete and intact: size and SHA-256 of each of its files,
+and a checksum of each group of tensors (:mod:`megatron_dcpo.checkpoints.staleness`).
 
 The manifest ``integrity.json`` is written last, and only then is the directory renamed to
 ``iter_0000120``. A directory of that name without a valid manifest was damaged later.
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,20 @@ def digest(path: Path) -> dict[str, Any]:
         }
 
 
-def write_manifest(directory: Path, iteration: int, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest of ``files``, the :func:`digest` of each by name, and force everything to
-    the disk.
+def write_manifest(
+    directory: Path,
+    iteration: int,
+    files: dict[str, dict[str, Any]],
+    groups: Mapping[str, int],
+) -> None:
+    """Write the manifest of ``files``, the :func:`digest` of each by name, and of the checksums of
+    ``groups``; force everything to the disk.
     """
-    manifest = {"iteration": iteration, "files": dict(sorted(files.items()))}
+    manifest = {
+        "iteration": iteration,
+        "files": dict(sorted(files.items())),
+        "groups": {group: f"{value:016x}" for group, value in groups.items()},
+    }
     with (directory / MANIFEST).open("w") as file:
         file.write(json.dumps(manifest, indent=1) + "\n")
         file.flush()
@@ -100,6 +110,7 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
         for entry in files.values():
             if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
                 damaged = True
+        checksums_of(manifest)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, LookupError, TypeError):
@@ -112,6 +123,21 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
                 f"{MANIFEST} names {name!r:.80}, which is not a file of this directory"
             )
     return files
+
+
+def checksums_in(directory: Path) -> dict[str, int]:
+    """Return the checksums of groups in the manifest of an intact checkpoint; none of one that was
+    written without them.
+    """
+    return checksums_of(parse_json((directory / MANIFEST).read_bytes()))
+
+
+def checksums_of(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Return the checksums of groups in a manifest. Raises ValueError, LookupError or TypeError if
+    it is damaged.
+    """
+    groups = dict(manifest.get("groups", {}))
+    return {group: int(value, base=16) for group, value in groups.items()}
 
 
 def damage(

@@ -18,7 +18,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,22 @@ from torch import Tensor
 
 from megatron_dcpo.checkpoints.manifest import (
     LATEST,
+    checksums_in,
     digest,
     iteration_dir,
     iterations,
     latest_iteration,
     sync_directory,
     write_manifest,
+)
+from megatron_dcpo.checkpoints.staleness import (
+    Marks,
+    changed,
+    changed_throughout,
+    checksums,
+    checksums_of_values,
+    stale,
+    together,
 )
 from megatron_dcpo.conversion.megatron_checkpoint import BEST
 from megatron_dcpo.errors import UserError, one_line
@@ -65,6 +75,11 @@ logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 _NOTHING_FREE = 1 << 20  # bytes
+_MAKE_ROOM = "Free space or change run_dir, and continue with --resume auto"
+_REPORT = (
+    "No disk does that: the code that saves has kept an earlier state. Please report it with the "
+    "versions that run.json names"
+)
 # what a rank needs for a save; the largest number decides for all ranks
 _KNOWN_PLAN = 0
 _NEW_PLAN = 1
@@ -75,8 +90,11 @@ _FAILED = 2
 class Pending:
     """A checkpoint that is being written.
 
+    marks: of what training changes on this rank, if they are known.
     results: what this rank wrote.
+    checksums: of what it wrote, by group.
     error: why it could not write, or later why the checkpoint could not be completed.
+    advice: what to do about the error.
     work: the thread that writes; once all ranks have written, the thread in which the first rank
         completes the checkpoint.
     """
@@ -87,11 +105,29 @@ class Pending:
     writer: Any
     metadata: Any
     common: dict[str, Any]
+    marks: Marks = field(default_factory=dict)
     work: threading.Thread | None = None
     completing: bool = False
     results: list[Any] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
     error: str | None = None
+    advice: str = _MAKE_ROOM
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank says of its part of a checkpoint: the fields of :class:`Pending`; the groups of
+    tensors that training has ``changed`` since the last checkpoint; and those of which what this
+    rank has written is ``stale``.
+    """
+
+    error: str | None
+    results: list[Any]
+    files: dict[str, dict[str, Any]]
+    checksums: dict[str, int]
+    changed: set[str]
+    stale: set[str]
 
 
 @dataclass(frozen=True)
@@ -144,17 +180,32 @@ class Saver:
         self.best: dict[str, Any] | None = None
         self._pending: Pending | None = None
         self._known: _Plan | None = None
+        self._last_marks: Marks = {}
+        self._last_part: Mapping[str, int] = {}  # the checksums of what this rank wrote
+        self._last_iteration = 0
+        self._last_checksums: Mapping[str, int] = {}  # of all ranks together, on the first one
 
-    def begin(self, iteration: int, state: dict[str, Any]) -> None:
+    def continue_after(self, iteration: int, marks: Marks) -> None:
+        """Compare the next checkpoint with that of ``iteration``, which was loaded; ``marks`` are
+        those of what it holds.
+        """
+        self._last_marks = marks
+        self._last_iteration = iteration
+        if self.rank == 0:
+            self._last_checksums = checksums_in(iteration_dir(self.directory, iteration))
+
+    def begin(self, iteration: int, state: dict[str, Any], marks: Marks | None = None) -> None:
         """Write the sharded ``state``, in the background if the saver does so. It is announced by
         :meth:`finish`, :meth:`wait` or the next :meth:`begin`. ``state`` may change when this
-        returns.
+        returns. ``marks`` of what training changes (:func:`staleness.marks`) show whether what is
+        written is as new as that.
 
-        Raises :class:`UserError` if the disk cannot be written; the previous checkpoint stays the
-        latest.
+        Raises :class:`UserError` if the disk cannot be written, or if what is written is that of an
+        earlier checkpoint; the previous checkpoint stays the latest.
         """
         self.wait()
         pending = self._prepare(iteration, state)
+        pending.marks = marks or {}
         self._pending = pending
         self._run(_write, pending)
 
@@ -185,7 +236,8 @@ class Saver:
             self._announce(pending)
         if pending.work is not None:
             pending.work.join()
-        self._fail_if(broadcast_object(pending.error), pending.iteration, pending.temporary)
+        error, advice = broadcast_object((pending.error, pending.advice))
+        self._fail_if(error, pending.iteration, pending.temporary, advice)
 
     def give_up(self, iteration: int) -> None:
         """Complete the pending checkpoint of an earlier iteration; remove that of ``iteration``,
@@ -213,15 +265,29 @@ class Saver:
         """Wait for all ranks, then begin to complete the checkpoint on the first rank."""
         if pending.work is not None:
             pending.work.join()
-        written = all_gather_objects((pending.error, pending.results, pending.files))
+        written: list[_Written] = all_gather_objects(self._written(pending))
+        self._last_marks = pending.marks
+        self._last_part = pending.checksums
         pending.error = None
-        for rank, (error, _, _) in enumerate(written):
-            if error is not None:
-                pending.error = f"rank {rank}: {error}"
+        for rank, of_rank in enumerate(written):
+            if of_rank.error is not None:
+                pending.error = f"rank {rank}: {of_rank.error}"
                 break
         pending.completing = True
         if pending.error is None and self.rank == 0:
             self._run(self._complete, pending, written)
+
+    def _written(self, pending: Pending) -> _Written:
+        """Return what this rank has written, compared with what it wrote before."""
+        throughout = changed_throughout(self._last_marks, pending.marks)
+        return _Written(
+            error=pending.error,
+            results=pending.results,
+            files=pending.files,
+            checksums=pending.checksums,
+            changed=changed(self._last_marks, pending.marks),
+            stale=stale(self._last_part, pending.checksums, throughout),
+        )
 
     def _prepare(self, iteration: int, state: dict[str, Any]) -> Pending:
         final = iteration_dir(self.directory, iteration)
@@ -285,33 +351,57 @@ class Saver:
         writer.write_buckets = _snapshot(writer.write_buckets, shared)
         return writer, metadata
 
-    def _complete(
-        self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]
-    ) -> None:
+    def _complete(self, pending: Pending, written: list[_Written]) -> None:
         """Write, on rank 0, metadata, manifest, the final name and the announcement; then remove
         checkpoints that are too old.
         """
         try:
-            self._rename(pending, written)
+            sums = together(of_rank.checksums for of_rank in written)
+            pending.error = self._stale(pending.iteration, written, sums)
+            if pending.error is not None:
+                pending.advice = _REPORT
+                return
+            self._rename(pending, written, sums)
             if self.best and iteration_dir(self.directory, self.best["iteration"]).is_dir():
                 write_atomically(self.directory / BEST, json.dumps(self.best) + "\n")
             self._prune()
         except Exception as refused:  # nothing may be lost in the thread
             pending.error = _line(refused)
 
-    def _rename(
-        self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]
-    ) -> None:
+    def _stale(
+        self, iteration: int, written: list[_Written], sums: Mapping[str, int]
+    ) -> str | None:
+        """Return which groups are those of the last checkpoint although training has changed them;
+        None if there is none.
+        """
+        altered: set[str] = set()
+        for of_rank in written:
+            altered |= of_rank.changed
+        found = [f"{group} of all ranks" for group in stale(self._last_checksums, sums, altered)]
+        for rank, of_rank in enumerate(written):
+            found += [f"{group} of rank {rank}" for group in of_rank.stale]
+        if not found:
+            return None
+        return (
+            f"{', '.join(sorted(found))}: what was written is what checkpoint "
+            f"{self._last_iteration} holds, although the optimizer has changed it in the steps "
+            f"{self._last_iteration + 1} to {iteration}"
+        )
+
+    def _rename(self, pending: Pending, written: list[_Written], sums: Mapping[str, int]) -> None:
         temporary = pending.temporary
         final = iteration_dir(self.directory, pending.iteration)
-        pending.writer.finish(pending.metadata, [results for _, results, _ in written])
+        pending.writer.finish(pending.metadata, [of_rank.results for of_rank in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
-        files = {}
-        for _, _, files_of_rank in written:
-            files.update(files_of_rank)
+        files: dict[str, dict[str, Any]] = {}
+        for of_rank in written:
+            for name in of_rank.files:
+                if name in files:
+                    raise OSError(f"two ranks have written {name}")
+            files.update(of_rank.files)
         for name in (".metadata", "metadata.json"):
             files[name] = digest(temporary / name)
-        write_manifest(temporary, pending.iteration, files)
+        write_manifest(temporary, pending.iteration, files, sums)
         if final.exists():  # a damaged one, or one of steps that were repeated
             aside = final.with_name(final.name + ".replaced.tmp")
             shutil.rmtree(aside, ignore_errors=True)
@@ -320,6 +410,8 @@ class Saver:
         sync_directory(self.directory)
         write_atomically(self.directory / LATEST, str(pending.iteration))
         self.damaged.discard(pending.iteration)
+        self._last_iteration = pending.iteration
+        self._last_checksums = sums
 
     def _prune(self) -> None:
         intact = [each for each in iterations(self.directory) if each not in self.damaged]
@@ -331,7 +423,9 @@ class Saver:
                 shutil.rmtree(iteration_dir(self.directory, iteration), ignore_errors=True)
         remove_leftovers(self.directory)
 
-    def _fail_if(self, error: str | None, iteration: int, temporary: Path) -> None:
+    def _fail_if(
+        self, error: str | None, iteration: int, temporary: Path, advice: str = _MAKE_ROOM
+    ) -> None:
         if error is None:
             return
         if self.rank == 0:
@@ -339,8 +433,7 @@ class Saver:
         barrier()
         raise UserError(
             f"cannot write checkpoint {iteration_dir(self.directory, iteration)} ({error}); "
-            f"{last_complete(self.directory)}. Free space or change run_dir, and continue with "
-            "--resume auto"
+            f"{last_complete(self.directory)}. {advice}"
         )
 
 
@@ -467,6 +560,7 @@ def _write(pending: Pending) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             pending.files[COMMON] = digest(pending.temporary / COMMON)
+            pending.checksums = checksums_of_values(pending.common)
         transforms = []
         if hasattr(pending.writer, "transforms"):
             transforms = [pending.writer.transforms]
@@ -482,6 +576,8 @@ def _write(pending: Pending) -> None:
                 raise results
             pending.results += results
             pending.files[bucket[1]] = digest(pending.temporary / bucket[1])
+        tensors = checksums(_tensors(pending.writer.write_buckets))
+        pending.checksums = together([pending.checksums, tensors])
     except Exception as refused:
         # If an error were lost in the thread, a checkpoint with holes would be announced. torch's
         # writer turns a full disk into an error about file positions.
@@ -491,6 +587,13 @@ def _write(pending: Pending) -> None:
             pending.error = _line(refused)
     finally:
         pending.writer.write_buckets = []  # the snapshot is not needed any more
+
+
+def _tensors(buckets: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of Megatron's buckets with their names."""
+    for _, _, (_, tensors) in buckets:
+        for item, tensor in tensors:
+            yield item.index.fqn, tensor
 
 
 def _line(error: BaseException) -> str:

@@ -208,7 +208,7 @@ def as_options(words: Sequence[str]) -> list[str]:
             if not equal and rest:
                 value = rest.pop(0)
             options.append(f"{name}={value}")
-        elif word == "--resume" and rest[:1] not in (["auto"], ["none"]):
+        elif word == "--resume" and rest[:1] not in (["auto"], ["none"], ["strict"]):
             options += [word, "auto"]
         elif needs_config and word.endswith((".yaml", ".yml")) and not equal:
             options += ["--config", word]

@@ -77,8 +77,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--resume",
-        choices=("none", "auto"),
-        help="auto continues from the newest complete checkpoint",
+        choices=("none", "auto", "strict"),
+        help="auto continues after the newest intact checkpoint, strict only after the newest",
     )
     parser.add_argument(
         "--dry-run",

@@ -330,17 +330,22 @@ CONFLICTS = (
     ),
     Conflict(
         "train",
-        lambda c: (
-            c.rollout.oversample > 1
-            and c.rollout.filter_groups == "none"
-            and not c.rollout.max_staleness
-        ),
-        "rollout.oversample={c.rollout.oversample:g} has no effect without "
-        "rollout.filter_groups or rollout.max_staleness",
+        lambda c: 0 < c.rollout.max_staleness < c.training.updates_per_rollout,
+        "rollout.max_staleness={c.rollout.max_staleness} allows nothing, because the engines get "
+        "weights after training.updates_per_rollout={c.training.updates_per_rollout} updates; set "
+        "it to that or more, or to 0",
     ),
     Conflict(
         "train",
-        lambda c: c.rollout.max_staleness and not 1 < c.rollout.oversample <= 2,
+        lambda c: (
+            c.rollout.oversample > 1 and c.rollout.filter_groups == "none" and not c.carries_over
+        ),
+        "rollout.oversample={c.rollout.oversample:g} has no effect without "
+        "rollout.filter_groups, or rollout.max_staleness with an engine in the trainer's processes",
+    ),
+    Conflict(
+        "train",
+        lambda c: c.carries_over and not 1 < c.rollout.oversample <= 2,
         "rollout.max_staleness={c.rollout.max_staleness} carries what is unfinished when "
         "the batch is full, so more prompts than a batch have to be sampled, but not more "
         "than two: set rollout.oversample above 1, at most 2",
@@ -353,13 +358,7 @@ CONFLICTS = (
     ),
     Conflict(
         "train",
-        lambda c: c.rollout.max_staleness and c.rollout.engine == "server",
-        "rollout.max_staleness={c.rollout.max_staleness} does not go with "
-        "rollout.engine=server, which gives no tokens of a response it drops",
-    ),
-    Conflict(
-        "train",
-        lambda c: c.rollout.max_staleness and c.rollout.logprob_diff_alarm > 0,
+        lambda c: c.carries_over and c.rollout.logprob_diff_alarm > 0,
         "rollout.max_staleness={c.rollout.max_staleness} does not go with "
         "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
     ),
@@ -369,14 +368,6 @@ CONFLICTS = (
         "rollout.max_staleness={c.rollout.max_staleness} does not go with "
         "rollout.routing_replay: a response that is continued has no experts of its first "
         "tokens",
-    ),
-    Conflict(
-        "train",
-        lambda c: c.rollout.async_steps and c.rollout.engine != "server",
-        "rollout.async_steps={c.rollout.async_steps} does not go with "
-        "rollout.engine={c.rollout.engine}, which samples in the trainer's own processes, "
-        "with their devices or cores; take rollout.engine=server (dcpo launch N --engines M"
-        " starts one)",
     ),
     Conflict(
         "train",
@@ -404,21 +395,16 @@ CONFLICTS = (
     ),
     Conflict(
         "train",
-        lambda c: c.rollout.runs_agents and c.rollout.max_staleness,
+        lambda c: c.rollout.runs_agents and c.carries_over,
         "rollout.max_staleness={c.rollout.max_staleness} does not go with rollout.agent and"
-        " rollout.command, whose sessions cannot be continued; remove one of them",
+        " rollout.command, whose sessions cannot be carried over; remove one of them, or take "
+        "rollout.engine=server",
     ),
     Conflict(
         "train",
         lambda c: c.rollout.runs_agents and c.rollout.routing_replay,
         "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
         "chose experts for tokens that were not sampled; remove one of them",
-    ),
-    Conflict(
-        "train",
-        lambda c: c.rollout.async_steps and _is_uncorrected(c),
-        "rollout.async_steps={c.rollout.async_steps} trains on tokens of the previous "
-        "policy; correct for it with objective.tis_level=token",
     ),
     Conflict(
         "train",

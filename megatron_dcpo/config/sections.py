@@ -303,17 +303,14 @@ class RolloutConfig(AgentsConfig):
     """
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Prompts drawn for each one that is missing, by filter_groups; for each of a step, by
-    max_staleness.
+    max_staleness with an engine in the trainer's processes.
     """
     max_refills: NonNegative = 4
     """Rounds, at most, in which further prompts are drawn because of filter_groups."""
     max_staleness: NonNegative = 0
-    """End a rollout when the batch is full, and go on with the rest later: most steps between a
-    response's first token and its training (0: wait for all).
-    """
-    async_steps: Annotated[int, Field(ge=0, le=1)] = 0
-    """Generate the next batch while this one trains, with weights that are N updates older
-    (0: one after the other); needs engine=server.
+    """Optimizer updates that a token's weights may miss when the training on its batch begins (0:
+    none). A server generates the next batch while this one trains; an engine in the trainer's
+    processes ends a rollout when the batch is full. What is unfinished goes on with new weights.
     """
 
     @property
@@ -329,11 +326,6 @@ class RolloutConfig(AgentsConfig):
         does.
         """
         return self.vllm.get("quantization") or None
-
-    @property
-    def most_versions_behind(self) -> int:
-        """Return how many updates a token's weights may be behind the policy that trains on it."""
-        return self.async_steps + self.max_staleness
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -447,9 +439,9 @@ class LoopConfig:
     """Save a checkpoint every N steps (0: only at the end)."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
-    resume: Literal["none", "auto"] = "none"
-    """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has
-    one.
+    resume: Literal["none", "auto", "strict"] = "none"
+    """auto: go on after the newest intact checkpoint of run_dir; strict: refuse if that is not the
+    newest, so that no step is lost; none: refuse a run_dir that has one.
     """
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
@@ -531,6 +523,25 @@ class Config(RunConfig):
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
+
+    @property
+    def rollouts_behind(self) -> int:
+        """Return how many rollouts a token may be older than the one whose weights are the newest:
+        whole ones, because the engines get weights once in a rollout, and of a server one, because
+        it generates one batch ahead.
+        """
+        behind = self.rollout.max_staleness // self.training.updates_per_rollout
+        return min(behind, 1) if self.rollout.engine == "server" else behind
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Return whether the next batch is generated while this one trains."""
+        return self.rollout.engine == "server" and self.rollouts_behind > 0
+
+    @property
+    def carries_over(self) -> bool:
+        """Return whether a rollout leaves unfinished responses for the next one."""
+        return self.rollout.engine != "server" and self.rollouts_behind > 0
 
     @property
     def most_groups(self) -> int:

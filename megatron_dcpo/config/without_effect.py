@@ -114,6 +114,12 @@ def _of_updates(config: Config) -> Iterator[str]:
                     f"objective.{name} changes nothing with training.updates_per_rollout=1, where "
                     "the ratio of new to old probability is 1"
                 )
+    most = training.updates_per_rollout
+    if config.generates_ahead and config.rollout.max_staleness > most:
+        yield (
+            f"rollout.max_staleness={config.rollout.max_staleness} is {most} in effect: a server "
+            f"generates one batch ahead, and training.updates_per_rollout={most}"
+        )
     late = [step for step in training.profile_steps if step > training.steps]
     if late:
         yield f"training.profile_steps: there is no step {late[0]}, the last is {training.steps}"

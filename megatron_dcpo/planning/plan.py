@@ -165,7 +165,7 @@ class Plan:
     @property
     def step(self) -> float:
         """Return the seconds of a step as the configuration has it."""
-        if self.config.rollout.async_steps:
+        if self.config.generates_ahead:
             return self.seconds.beside
         return self.seconds.total
 

@@ -285,8 +285,8 @@ def _traffic(plan: Plan) -> Table:
             table.add_row(name, _gb(nbytes), f"{value:.2f}")
     table.add_section()
     table.add_row("total, nothing overlapped", "", f"{seconds.total:.1f}")
-    if plan.config.rollout.async_steps:
-        name = "total, generation alongside training (rollout.async_steps)"
+    if plan.config.generates_ahead:
+        name = "total, generation alongside training (rollout.max_staleness)"
         table.add_row(name, "", f"{seconds.beside:.1f}")
     least, most = plan.step_range
     table.add_row("range of the estimate", "", f"{least:.0f} to {most:.0f}")

@@ -59,7 +59,7 @@ class Seconds:
     @property
     def beside(self) -> float:
         """Return the seconds of a step in which generation runs alongside training
-        (``rollout.async_steps``).
+        (``rollout.max_staleness`` with a server).
         """
         return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
 

@@ -467,6 +467,16 @@ class AdapterOptimizer:
         """Return the names of the adapter's parameters that are not finite."""
         return self.adapter.not_finite()
 
+    def trained(self) -> dict[str, list[Tensor]]:
+        """Return the parameters and moments of the adapter, by the names of their groups in a
+        checkpoint.
+        """
+        found: dict[str, list[Tensor]] = {}
+        for parameter in self.adapter.parameters.values():
+            for kind, tensor in self._kept(parameter).items():
+                found.setdefault(f"{KEPT}{kind}", []).append(tensor)
+        return found
+
     @property
     def done(self) -> int:
         """Return the number of steps taken."""

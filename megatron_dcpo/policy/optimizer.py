@@ -71,6 +71,12 @@ class Optimizer(Protocol):
         """Return the names of an adapter's parameters that are not finite."""
         ...
 
+    def trained(self) -> dict[str, list[Tensor]]:
+        """Return this rank's tensors that a step changes, by the names that
+        ``checkpoints/staleness.py`` gives their groups.
+        """
+        ...
+
     @property
     def adapter_options(self) -> dict[str, Any] | None:
         """Return the options of the adapter with their defaults; None if there is no adapter."""
@@ -136,6 +142,18 @@ class PolicyOptimizer:
     def gather_parameters(self) -> None:
         """Gather the parameters now if the next forward pass would do it. Collective."""
         gather_parameters(self.policy)
+
+    def trained(self) -> dict[str, list[Tensor]]:
+        """Return the parameters of the policy, and Megatron's moments by their names."""
+        found: dict[str, list[Tensor]] = {"weights": []}
+        for gpt in self.policy.gpt:
+            found["weights"] += [value for value in gpt.parameters() if value.requires_grad]
+        for part in optimizer_parts(self.megatron):
+            for states in part.optimizer.state.values():
+                for name, value in states.items():
+                    if isinstance(value, Tensor) and value.numel() > 1:
+                        found.setdefault(name, []).append(value)
+        return found
 
     def not_finite(self) -> list[str]:
         """Return an empty list: there is no adapter whose parameters could be not finite."""

@@ -137,13 +137,12 @@ def append_segment(begun: Response | None, new: Response) -> Response:
     """Return ``new`` appended to the tokens that were there before."""
     if begun is None:
         return new
-    before = begun.segments or ((begun.weights_version, len(begun.token_ids)),)
     return replace(
         new,
         token_ids=np.concatenate([begun.token_ids, new.token_ids]),
         logprobs=np.concatenate([begun.logprobs, new.logprobs]),
         step=begun.step,
         segments=tuple(
-            part for part in (*before, (new.weights_version, len(new.token_ids))) if part[1]
+            part for part in (*begun.versions, (new.weights_version, len(new.token_ids))) if part[1]
         ),
     )

@@ -212,6 +212,16 @@ class ServerLink:
             raise
         self.end_update()
 
+    def pause(self) -> None:
+        """Have the server return what it has sampled of every request so far, and hold those that
+        come until :meth:`resume`.
+        """
+        self.call("/pause?mode=abort", {})
+
+    def resume(self) -> None:
+        """Have the server sample again."""
+        self.call("/resume", {})
+
     def adopt(self, version: int) -> None:
         """Have the server forget what the old weights computed, and call the new ones
         ``version``.

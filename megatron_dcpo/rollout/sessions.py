@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -124,7 +124,8 @@ class PlannedCall:
 class Turn:
     """A call that was answered. ``answer`` is what the agent gets; ``history`` are the messages
     with it, or ``text`` the whole text. ``hidden`` is what the policy has written behind the
-    answer, from a stop text on.
+    answer, from a stop text on. ``versions`` are the weights version and the number of tokens of
+    each part of what the engine has sampled.
     """
 
     call: Call
@@ -133,7 +134,7 @@ class Turn:
     sampled: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
-    weights_version: int
+    versions: tuple[tuple[int, int], ...]
     step: int
     answer_tokens: int  # before the stop text, or the end token
     answer: str
@@ -392,7 +393,7 @@ class Session:
             sampled=sampled,
             logprobs=response.logprobs,
             finish_reason="stop" if at is not None or ended else response.finish_reason,
-            weights_version=response.weights_version,
+            versions=response.versions,
             step=response.step,
             answer_tokens=tokens,
             answer=answer,
@@ -472,13 +473,15 @@ class Session:
             counts = [len(context) for context in parts.contexts]
             contexts = tuple(zip(parts.starts, counts, strict=True))
             context_ids = np.array([i for context in parts.contexts for i in context], np.int64)
+        versions = _versions_of(turn for path in paths for turn in path)
         return Response(
             prompt_id=self.prompt.prompt_id,
             sample_index=self.index,
             token_ids=token_ids,
             logprobs=logprobs,
             finish_reason="stop" if self._is_complete(last) else "length",
-            weights_version=last.weights_version,
+            weights_version=versions[-1][0],
+            segments=versions if len(versions) > 1 else (),
             step=last.step,
             loss_mask=loss_mask,
             contexts=contexts,
@@ -595,6 +598,17 @@ def _cut(response: Response, most: int) -> Response:
         logprobs=response.logprobs[:most],
         finish_reason="length",
     )
+
+
+def _versions_of(turns: Iterable[Turn]) -> tuple[tuple[int, int], ...]:
+    """Return the weights versions that have sampled ``turns``, oldest first, each with its number
+    of tokens.
+    """
+    counts: Counter[int] = Counter()
+    for turn in turns:
+        for version, tokens in turn.versions:
+            counts[version] += tokens
+    return tuple(sorted(counts.items()))
 
 
 def failed(prompt: Prompt, index: int, why: str, version: int, step: int) -> Response:

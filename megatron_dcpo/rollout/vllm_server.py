@@ -5,6 +5,9 @@ only then) and ``--logprobs-mode processed_logprobs``. Each rank sends its promp
 servers, and all of them get every update: a Hugging Face directory on a disk that all see, which
 appears complete or not at all; or, with ``rollout.weight_transfer=nccl``, the tensors themselves,
 which rank 0 broadcasts to the workers of each server.
+
+Weights may arrive while requests are under way: the servers return what they have sampled, and each
+response is continued by a request of its own, behind its tokens, with the new weights.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import itertools
 import queue
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -37,8 +39,10 @@ from megatron_dcpo.rollout.engine import (
     PartialRollout,
     Samples,
     SamplingConfig,
+    append_segment,
 )
 from megatron_dcpo.rollout.random_numbers import request_seed
+from megatron_dcpo.rollout.server_gate import Gate, Withdrawal
 from megatron_dcpo.rollout.server_link import RETURN_SECONDS, ServerLink
 from megatron_dcpo.rollout.server_tensors import (
     connection,
@@ -53,7 +57,7 @@ from megatron_dcpo.runtime.device import capabilities, own_stream, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
-from megatron_dcpo.types import Response, ResponseKey
+from megatron_dcpo.types import FinishReason, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, in_parts, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes
@@ -98,6 +102,7 @@ class ServerEngine(Engine):
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
+        self.gate = Gate()
         for server in self.servers:
             server.wait_for_start()
             server.check(quantization)
@@ -113,10 +118,10 @@ class ServerEngine(Engine):
         sample, ``concurrency`` at a time.
 
         A rollout that is given up withdraws what is under way, by closing the connections.
-        ``partial`` is refused: a request that is withdrawn gives no tokens.
+        ``partial`` is refused: what weights interrupt is continued here.
         """
         if partial is not None:
-            raise ValueError("rollout.max_staleness is not for rollout.engine=server")
+            raise ValueError("a rollout of rollout.engine=server carries nothing over")
         arrivals = Arrivals()
         arrivals.put(*(EngineCall(prompt, index, sampling.max_tokens) for prompt, index in samples))
         arrivals.close()
@@ -136,7 +141,7 @@ class ServerEngine(Engine):
             raise ValueError(
                 "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
             )
-        self.server.check_version(self.weights_version)
+        self._check_version()
         with ThreadPoolExecutor(self.concurrency) as pool:
             requests = _Requests(pool, arrivals)
             try:
@@ -150,7 +155,7 @@ class ServerEngine(Engine):
                         requests.send(call, partial(self._sample, sampling=sampling, step=step))
                     finished = requests.take_finished()
                     if finished:
-                        self.server.check_version(self.weights_version)
+                        self._check_version()
                     yield finished
             except BaseException:
                 requests.withdraw(list(requests.under_way))
@@ -159,7 +164,42 @@ class ServerEngine(Engine):
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Hand the weights to every server. Collective: rank 0 hands them over when no rank has a
-        request under way, and every rank waits until all servers have them.
+        request under way, and every rank waits until all servers have them. Requests that are
+        under way are continued then.
+        """
+        self.gate.close()
+        try:
+            paused = self._interrupt()
+            self._hand_over(buckets, version, paused)
+        except BaseException as error:
+            self.gate.fail(error)
+            raise
+        self.weights_version = version
+        self.gate.open()
+
+    def _interrupt(self) -> bool:
+        """Have the servers return what is under way, if any rank has a request there; return
+        whether they are paused. Raises :class:`EngineError` on every rank if one cannot be.
+        """
+        if not distributed.max_over_ranks(self.gate.under_way):
+            return False
+        failure = ""
+        if distributed.topology().rank == 0:
+            try:
+                _at_the_same_time(ServerLink.pause, self.servers)
+            except EngineError as error:
+                failure = str(error)
+        failure = distributed.broadcast_object(failure)
+        if failure:
+            raise EngineError(failure)
+        self.gate.wait_until_empty()
+        return True
+
+    def _hand_over(
+        self, buckets: Iterable[Sequence[WeightSlice]], version: int, paused: bool
+    ) -> None:
+        """Hand the weights over on rank 0, and have the servers sample again if they are
+        ``paused``; wait on the others.
         """
         distributed.barrier()
         failure = ""
@@ -171,14 +211,18 @@ class ServerEngine(Engine):
                     self._through_files(buckets, version)
                 for server in self.servers:
                     server.adopt(version)
+                    if paused:
+                        server.resume()
             except EngineError as error:
                 failure = str(error)
+                for server in self.servers if paused else ():
+                    with suppress(EngineError):
+                        server.resume()
         for _ in buckets:  # to the end, whatever failed: the other ranks go on sending
             pass
         failure = distributed.broadcast_object(failure)
         if failure:
             raise EngineError(failure)
-        self.weights_version = version
 
     def _over_nccl(self, buckets: Iterable[Sequence[WeightSlice]]) -> None:
         """Broadcast every tensor to the workers of all servers at the same time, in a group for
@@ -225,23 +269,50 @@ class ServerEngine(Engine):
         for server in self.servers:
             server.wait_for_return(deadline)
         self.weights_version = 0
+        self.gate.open()
 
     # ---------------------------------------------------------------------------------------- parts
+    def _check_version(self) -> None:
+        """Raise :class:`EngineError` if the server has other weights than it was given, now or
+        after those that arrive.
+        """
+        with self.gate.passing(Withdrawal()):
+            self.server.check_version(self.weights_version)
+
     def _sample(
-        self, call: EngineCall, sampling: SamplingConfig, step: int, withdraw: threading.Event
+        self, call: EngineCall, sampling: SamplingConfig, step: int, withdrawal: Withdrawal
     ) -> Response:
-        """Return the server's response. Raises :class:`EngineError`, also for a reply that cannot
-        be one.
+        """Return the server's response, sampled in as many parts as weights arrive meanwhile.
+        Raises :class:`EngineError`, also for a reply that cannot be one.
+        """
+        begun: Response | None = None
+        while begun is None or begun.finish_reason == "abort":
+            with self.gate.passing(withdrawal):
+                part = self._part(call, begun, sampling, step, withdrawal)
+            begun = append_segment(begun, part)
+        return begun
+
+    def _part(
+        self,
+        call: EngineCall,
+        begun: Response | None,
+        sampling: SamplingConfig,
+        step: int,
+        withdrawal: Withdrawal,
+    ) -> Response:
+        """Return what the server samples behind the tokens that have ``begun`` a response, up to
+        its end or to the arrival of weights (``abort``).
         """
         prompt, index = call.prompt, call.index
+        before = [] if begun is None else begun.token_ids.tolist()
         body = {
             "model": self.server.model,
-            "prompt": list(prompt.token_ids),
+            "prompt": [*prompt.token_ids, *before],
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "max_tokens": call.max_tokens,
-            "seed": request_seed(sampling.seed, step, prompt.prompt_id, index),
+            "max_tokens": call.max_tokens - len(before),
+            "seed": request_seed(sampling.seed, step, prompt.prompt_id, index, len(before)),
             "stop_token_ids": list(self.eos_token_ids),
             "ignore_eos": True,
             "logprobs": 0,
@@ -250,13 +321,25 @@ class ServerEngine(Engine):
         if call.ends is not None:
             body["stop"] = list(call.ends.texts)
             body["skip_special_tokens"] = False  # a text may be one's
-        reply = self.server.complete(body, withdraw)
+        with withdrawal.attempt() as stop:
+            try:
+                reply = self.server.complete(body, stop)
+            except EngineError:
+                if not withdrawal.is_sent_again:
+                    raise
+                return _nothing_new(call, self.weights_version)
         try:
             (choice,) = reply["choices"]
+            # otherwise nobody has paused the servers
+            interrupted = choice["finish_reason"] == "abort" and not self.gate.is_open
+            if interrupted and not choice["token_ids"]:
+                return _nothing_new(call, self.weights_version)
             token_ids = np.array(choice["token_ids"], np.int64)
             logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
-            stopped = choice["finish_reason"] == "stop"
-            self._check_tokens(token_ids, logprobs, call.max_tokens)
+            finish_reason: FinishReason = "abort" if interrupted else "length"
+            if choice["finish_reason"] == "stop":
+                finish_reason = "stop"
+            self._check_tokens(token_ids, logprobs, call.max_tokens - len(before))
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             what = f"{type(error).__name__}: {one_line(error, 200)}"
             raise EngineError(f"{self.server.url}: unexpected reply ({what})") from None
@@ -265,7 +348,7 @@ class ServerEngine(Engine):
             sample_index=index,
             token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason="stop" if stopped else "length",
+            finish_reason=finish_reason,
             weights_version=self.weights_version,
         )
 
@@ -300,6 +383,18 @@ class ServerEngine(Engine):
             copy_side_files(self.model_dir, temporary)
 
 
+def _nothing_new(call: EngineCall, version: int) -> Response:
+    """Return what a call has when weights arrive before its first token."""
+    return Response(
+        prompt_id=call.prompt.prompt_id,
+        sample_index=call.index,
+        token_ids=np.zeros(0, np.int64),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason="abort",
+        weights_version=version,
+    )
+
+
 class _Requests:
     """The calls that a server has been asked, each in a thread of ``pool``. ``under_way`` has what
     withdraws each.
@@ -308,12 +403,12 @@ class _Requests:
     def __init__(self, pool: ThreadPoolExecutor, arrivals: Arrivals) -> None:
         self.pool = pool
         self.arrivals = arrivals
-        self.under_way: dict[ResponseKey, threading.Event] = {}
+        self.under_way: dict[ResponseKey, Withdrawal] = {}
         self.done: queue.SimpleQueue[tuple[EngineCall, Future[Response]]] = queue.SimpleQueue()
 
     def send(self, call: EngineCall, sample: Callable[..., Response]) -> None:
-        withdraw = self.under_way[call.key] = threading.Event()
-        request = self.pool.submit(sample, call, withdraw=withdraw)
+        withdrawal = self.under_way[call.key] = Withdrawal()
+        request = self.pool.submit(sample, call, withdrawal=withdrawal)
         request.add_done_callback(partial(self._is_done, call))
 
     def withdraw(self, keys: Iterable[ResponseKey]) -> None:

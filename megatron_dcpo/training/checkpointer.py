@@ -17,6 +17,7 @@ from megatron_dcpo.checkpoints.manifest import (
     latest_iteration,
 )
 from megatron_dcpo.checkpoints.saver import Saver, read_best, remove_leftovers
+from megatron_dcpo.checkpoints.staleness import Marks, marks
 from megatron_dcpo.checkpoints.state import (
     Optimizer,
     checkpoint_state,
@@ -55,6 +56,12 @@ class Model(Protocol):
         """Return what is written after ``step``; ``run`` are its plain values."""
         ...
 
+    def marks(self) -> Marks:
+        """Return the marks (``checkpoints/staleness.py``) of what training changes, read from the
+        model and not from its :meth:`state`.
+        """
+        ...
+
     def load(self, directory: Path, step: int) -> dict[str, Any]:
         """Restore the model from the checkpoint of ``step``; return its plain values."""
         ...
@@ -70,6 +77,11 @@ class MegatronModel:
     def state(self, step: int, run: dict[str, Any]) -> dict[str, Any]:
         """Return the sharded state. Collective."""
         return checkpoint_state(self.policy, self.optimizer, step, run)
+
+    def marks(self) -> Marks:
+        """Return the marks of weights, moments and schedule on this rank."""
+        schedule = {"opt_param_scheduler": (self.optimizer.scheduler.num_steps,)}
+        return {**marks(self.optimizer.trained()), **schedule}
 
     def load(self, directory: Path, step: int) -> dict[str, Any]:
         """Restore parameters, moments, schedule and generators. Collective."""
@@ -137,8 +149,8 @@ class Checkpointer:
         """Restore the newest intact checkpoint; return the number of steps already done, 0 for a
         fresh run.
 
-        ``training.resume=none`` refuses to overwrite a run that has checkpoints. Raises
-        :class:`UserError`.
+        ``training.resume=none`` refuses to overwrite a run that has checkpoints, and ``strict`` to
+        continue after another one than the last. Raises :class:`UserError`.
         """
         checkpoints = self.saver.directory
         announced = broadcast_object(latest_iteration(checkpoints))
@@ -146,13 +158,10 @@ class Checkpointer:
         latest, damaged = newest_intact(checkpoints, self.topology)
         if latest is None:
             return 0
-        for iteration, why in damaged.items():
-            self.saver.damaged.add(iteration)
-            if self.topology.rank == 0:
-                path = iteration_dir(checkpoints, iteration)
-                logger.warning("checkpoint %s is damaged: %s", path, why)
+        self._accept(damaged, latest)
         with self.on_device():
             saved = self.model.load(checkpoints, latest)
+            self.saver.continue_after(latest, {**self.model.marks(), "run": (latest,)})
         try:
             self._restore(saved)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -237,24 +246,53 @@ class Checkpointer:
         """Checkpoint after the ``done`` steps and raise ``why`` as a :class:`UserError` that says
         how to go on.
         """
-        if done:
-            self.save_now(done)
-        self.saver.wait()
         saved = "nothing to save yet"
         if done:
             saved = f"saved after step {done}; --resume auto continues {self.directory}"
+        try:
+            if done:
+                self.save_now(done)
+            self.saver.wait()
+        except UserError as unsaved:
+            saved = str(unsaved)
         raise UserError(f"{why}; {saved}") from None
 
     @contextmanager
     def completing(self) -> Iterator[None]:
         """Complete the checkpoint on its way when all ranks raise a :class:`UserError` inside the
-        block.
+        block. If that fails too, it is logged, and the error of the block is raised.
         """
         try:
             yield
         except UserError:
-            self.saver.wait()
+            try:
+                self.saver.wait()
+            except UserError as unsaved:
+                logger.error("%s", unsaved)
             raise
+
+    def _accept(self, damaged: Mapping[int, str], latest: int) -> None:
+        """Say which newer checkpoints than the ``latest`` intact one are ``damaged``, and how many
+        steps that costs. Raises :class:`UserError` if ``training.resume`` is ``strict``.
+        """
+        if not damaged:
+            return
+        self.saver.damaged.update(damaged)
+        lost = max(damaged) - latest
+        named = []
+        for iteration, why in damaged.items():
+            path = iteration_dir(self.saver.directory, iteration)
+            named.append(f"checkpoint {path} is damaged: {why}")
+        cost = f"{lost} step(s) after step {latest}"
+        if self.training.resume == "strict":
+            raise UserError(
+                f"{'; '.join(named)}. The newest intact checkpoint is that of step {latest}; "
+                f"--resume auto continues after it and does {cost} once more"
+            )
+        if self.topology.rank == 0:
+            for line in named:
+                logger.warning("%s", line)
+            logger.warning("%s are lost and done once more", cost)
 
     def _begin(self, step: int) -> None:
         run = {
@@ -264,7 +302,8 @@ class Checkpointer:
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
         with self.on_device():
-            self.saver.begin(step, self.model.state(step, run))
+            current = {**self.model.marks(), "run": (step,)}
+            self.saver.begin(step, self.model.state(step, run), current)
         self.saved_step = step
 
     def _restore(self, saved: dict[str, Any]) -> None:

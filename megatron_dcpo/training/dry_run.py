@@ -54,7 +54,6 @@ PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "rollout.command": ("",),
         "rollout.filter_groups": ("none",),
         "rollout.max_staleness": (0,),
-        "rollout.async_steps": (0,),
         "judging.graded": (False,),
         "optimizer.lr": (1e-6,),
         "optimizer.lr_decay_style": ("constant",),

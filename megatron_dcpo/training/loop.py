@@ -54,14 +54,13 @@ def train(config: Config) -> None:
 def train_step(run: Run, step: int) -> None:
     """Generate, judge, update, synchronize, record. Collective."""
     batch = _take_batch(run, step)
-    run.rollouts.start(step + 1)  # with rollout.async_steps, alongside the training
+    run.rollouts.start(step + 1)  # if a batch is generated ahead, alongside the training
     with run.timers("train"), run.checkpointer.completing():
         run.engine.sleep()
         run.offload.reload()
         samples, statistics = run.updater.update(batch.samples, batch.scores, step)
     with run.timers("save"):  # while the engine sleeps
         run.checkpointer.save(step)
-    run.rollouts.wait_for_engine()
     with run.timers("reshard"):
         run.offload.offload()
         traffic = push_weights(run, version=step)

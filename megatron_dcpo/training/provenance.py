@@ -85,7 +85,7 @@ def with_model_here(config: AnyRunConfig, *, weights: bool = True) -> AnyRunConf
     """
     directory = Path(config.run_dir)
     commit = ""
-    if config.training.resume == "auto" and has_checkpoint(directory):
+    if config.training.resume != "none" and has_checkpoint(directory):
         commit = hub.recorded_commit(config.model.path, read_launches(directory))
     path = hub.model_directory(config.model.path, commit=commit, weights=weights)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
@@ -96,7 +96,7 @@ def date_of(config: RunConfig) -> date:
     resumed, otherwise today's.
     """
     directory = Path(config.run_dir)
-    if config.training.resume == "auto" and has_checkpoint(directory):
+    if config.training.resume != "none" and has_checkpoint(directory):
         return first_date(read_launches(directory)) or today()
     return today()
 
@@ -228,9 +228,9 @@ def prepare(directory: Path, config: RunConfig, rank: int, without_effect: Seque
 
 def _prepare(directory: Path, config: RunConfig) -> None:
     if has_checkpoint(directory):
-        if config.training.resume == "auto":
+        if config.training.resume != "none":
             check_resume(directory, config)
-        return  # without --resume auto, the checkpointer refuses
+        return  # without --resume, the checkpointer refuses
     aside = move_aside(directory)
     if aside is not None:
         logger.warning("%s held a run without a checkpoint: it is in %s now", directory, aside)

@@ -1,7 +1,7 @@
 """Batches for the training loop: sampled one after the other, or each alongside the training of the
-one before (``rollout.async_steps: 1``).
+one before (``rollout.max_staleness`` with a server).
 
-Both make the same call, ``Sampler.sample(state, step, version) -> batch, state``, and keep the
+Both make the same call, ``Sampler.sample(state, step, versions) -> batch, state``, and keep the
 state of the last batch that was taken. A checkpoint therefore knows nothing of a batch on its way:
 a resumed run generates it again.
 """
@@ -55,7 +55,7 @@ class Rollouts(Protocol):
         ...
 
     def wait_for_engine(self) -> None:
-        """Wait until the engine samples nothing, so that it may get new weights."""
+        """Wait until the engine samples nothing, so that it may sample for others."""
         ...
 
     def close(self, *raised: object) -> None:
@@ -72,7 +72,7 @@ class RolloutsInTurn:
 
     def take(self, step: int) -> Batch:
         """Sample the batch of ``step`` and return it."""
-        batch, self.state = self.sampler.sample(self.state, step, version=step - 1)
+        batch, self.state = self.sampler.sample(self.state, step, range(step - 1, step))
         return batch
 
     def start(self, step: int) -> None:
@@ -101,22 +101,22 @@ class AsyncRollouts:
         self.future: Future[Sampled] | None = None
 
     def take(self, step: int) -> Batch:
-        """Return the batch of ``step``, which the weights before the last update sampled. The first
-        batch, and one whose engine failed, are sampled now, by the newest weights.
+        """Return the batch of ``step``, which the weights before the last step began and the newest
+        have completed. The first batch, and one whose engine failed, are sampled now.
         """
         if self.future is None:
-            self.future = self._sample(step, version=step - 1)
-            self.wait_for_engine()
+            self.future = self._sample(step, range(step - 1, step))
+        self.wait_for_engine()
         future, self.future = self.future, None
         batch, self.state = future.result()
         return batch
 
     def start(self, step: int) -> None:
         """Begin to sample the batch of ``step`` with the weights that the engine has now, which
-        miss the update of the step before.
+        miss the updates of the step before; those arrive while it is sampled.
         """
         if step <= self.last_step:
-            self.future = self._sample(step, version=step - 2)
+            self.future = self._sample(step, range(step - 2, step))
 
     def wait_for_engine(self) -> None:
         """Wait for the batch on its way, which counts as ``time/rollout``.
@@ -141,9 +141,9 @@ class AsyncRollouts:
             self.future.exception()
         self.sampler.close()
 
-    def _sample(self, step: int, version: int) -> Future[Sampled]:
+    def _sample(self, step: int, versions: range) -> Future[Sampled]:
         state = self.state
-        return in_thread(lambda: self.sampler.sample(state, step, version), name="rollout")
+        return in_thread(lambda: self.sampler.sample(state, step, versions), name="rollout")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
@@ -199,10 +199,11 @@ class SavedRollouts:
         responses = [response for group in carried for response, _ in group.responses.values()]
         staleness = [step - response.oldest_version for response in responses]
         oldest = max(staleness, default=0)
-        if oldest > rollout.most_versions_behind:
+        if oldest > self.sampler.rollouts_behind:
             raise UserError(
                 f"the checkpoint of step {step} carries responses that the next step continues; "
-                f"set rollout.max_staleness={oldest - rollout.async_steps} or more to resume"
+                f"set rollout.max_staleness={oldest * self.sampler.updates_per_rollout} or more to "
+                "resume"
             )
         unfinished = [len(r.token_ids) for r in responses if r.finish_reason == "abort"]
         longest = max(unfinished, default=0)

@@ -487,7 +487,7 @@ def build_rollouts(
     timers: Timers,
 ) -> Rollouts:
     """Return what samples the batches: in turn with the training, or alongside it."""
-    asynchronous = config.rollout.async_steps > 0
+    asynchronous = config.generates_ahead
     collectives = Collectives()
     if asynchronous:
         # The thread that samples communicates while the main thread trains.

@@ -109,9 +109,9 @@ class Totals:
 class SamplerState:
     """What sampling passes from one step to the next; equal on all ranks.
 
-    ``position`` is the number in the run of the next prompt to draw, ``carried`` the groups that
-    ``rollout.max_staleness`` left for the next step, with their tokens. ``totals`` count what the
-    run has sampled and trained on.
+    ``position`` is the number in the run of the next prompt to draw, ``carried`` the groups that a
+    rollout has left for the next step (``Config.carries_over``), with their tokens. ``totals``
+    count what the run has sampled and trained on.
     """
 
     position: int = 0
@@ -180,6 +180,9 @@ class Sampler:
         self.rollout = config.rollout
         self.prompts_per_step = config.data.prompts_per_step
         self.max_error_rate = config.judging.max_error_rate
+        self.rollouts_behind = config.rollouts_behind
+        self.carries_over = config.carries_over
+        self.updates_per_rollout = config.training.updates_per_rollout
         self.sampling = SamplingConfig(
             n=config.rollout.group_size,
             temperature=config.rollout.temperature,
@@ -190,23 +193,23 @@ class Sampler:
         )
         self.closed = threading.Event()
 
-    def sample(self, state: SamplerState, step: int, version: int) -> tuple[Batch, SamplerState]:
+    def sample(self, state: SamplerState, step: int, versions: range) -> tuple[Batch, SamplerState]:
         """Return the judged responses of ``step``, and the state for the next one. Collective.
 
-        The engine has the weights ``version``. With ``rollout.filter_groups``, prompts are drawn in
-        rounds until ``prompts_per_step`` groups are of the kind that the step wants, and the next
-        step begins after the last of these. With ``reasoning`` these groups are informative, and
-        the batch has the other groups drawn as well, which train the confidence alone; with ``any``
-        it has them only to fill up what is missing after the last round. With
-        ``rollout.max_staleness``, a round ends when as many groups are finished as are missing; the
-        others, and wanted groups in excess, are carried to the next step, which draws as many
-        fewer.
+        The last token of each is sampled by one of the weights ``versions``. With
+        ``rollout.filter_groups``, prompts are drawn in rounds until ``prompts_per_step`` groups are
+        of the kind that the step wants, and the next step begins after the last of these. With
+        ``reasoning`` these groups are informative, and the batch has the other groups drawn as
+        well, which train the confidence alone; with ``any`` it has them only to fill up what is
+        missing after the last round. If responses are carried over (``Config.carries_over``), a
+        round ends when as many groups are finished as are missing; the others, and wanted groups in
+        excess, are carried to the next step, which draws as many fewer.
 
         Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short, and
         :class:`TooManyUnjudged` when too many responses have no judgement.
         """
         slots_before = copy.copy(self.engine.slot_steps)
-        drawn = self._draw_rounds(state, step, version)
+        drawn = self._draw_rounds(state, step, versions)
         batch = self._choose(drawn, step)
         samples = [sample for group in batch for sample in group.samples]
         counts = Totals(
@@ -220,9 +223,9 @@ class Sampler:
             metrics |= _session_metrics(drawn)
         if self.rollout.filter_groups != "none":
             metrics |= _filter_metrics(drawn, batch)
-        if self.rollout.most_versions_behind:
-            metrics |= _staleness_metrics(samples, step)
-        if self.rollout.max_staleness:
+        if self.rollouts_behind:
+            metrics |= _staleness_metrics(samples, step, self.updates_per_rollout)
+        if self.carries_over:
             metrics["rollout/carried"] = sum(len(group.unfinished) for group in state.carried)
         return Batch(samples=samples, scores=_scores_of(batch), metrics=metrics), state
 
@@ -231,7 +234,7 @@ class Sampler:
         self.closed.set()
 
     # ------------------------------------------------------------------------------ which groups
-    def _draw_rounds(self, state: SamplerState, step: int, version: int) -> Drawn:
+    def _draw_rounds(self, state: SamplerState, step: int, versions: range) -> Drawn:
         """Draw prompts until there are enough groups of the wanted kind, or for as many rounds as
         allowed.
         """
@@ -248,7 +251,7 @@ class Sampler:
                     self.draw(drawn.position, count), start=drawn.position
                 )
             ]
-            groups = self._generate_and_judge([*drawn.waiting, *groups], missing, step, version)
+            groups = self._generate_and_judge([*drawn.waiting, *groups], missing, step, versions)
             drawn.lost.extend(group for group in groups if group.is_lost)
             groups = [group for group in groups if not group.is_lost]
             finished = [self._scored(group) for group in groups if not group.unfinished]
@@ -307,7 +310,7 @@ class Sampler:
         others = sorted(drawn.other, key=_position)
         if self.rollout.filter_groups != "reasoning":
             others = others[:missing]
-        elif not missing and not self.rollout.max_staleness:
+        elif not missing and not self.carries_over:
             # those after the last wanted group are drawn again by the next step
             last = wanted[-1].position
             others = [group for group in others if group.position < last]
@@ -320,7 +323,7 @@ class Sampler:
             responses=before.responses + counts.responses,
         )
         in_order = sorted(drawn.wanted, key=_position)
-        if self.rollout.max_staleness:
+        if self.carries_over:
             excess = in_order[self.prompts_per_step :]
             carried = sorted([*drawn.waiting, *excess], key=_position)
             return SamplerState(drawn.position, tuple(carried), totals)
@@ -332,7 +335,7 @@ class Sampler:
 
     # ------------------------------------------------------------------------------ one round
     def _generate_and_judge(
-        self, groups: Sequence[PromptGroup], wanted: int, step: int, version: int
+        self, groups: Sequence[PromptGroup], wanted: int, step: int, versions: range
     ) -> list[PromptGroup]:
         """Return the groups with the responses collected once ``wanted`` groups are complete, or
         all of them. Collective.
@@ -344,7 +347,7 @@ class Sampler:
             judging: list[Future[Judged]] = []
             responses: dict[ResponseKey, Response] = {}
             with self.timers("rollout"):
-                for mine in self._finished_responses(ours, wanted, step, version, responses):
+                for mine in self._finished_responses(ours, wanted, step, versions, responses):
                     judging.append(threads.submit(_judged_and_timed, self.judge, mine, prompts))
                     if judging[0].done():
                         judging[0].result()  # a judge that cannot work at all ends the run now
@@ -361,19 +364,19 @@ class Sampler:
         groups: Sequence[PromptGroup],
         wanted: int,
         step: int,
-        version: int,
+        versions: range,
         responses: dict[ResponseKey, Response],
     ) -> Iterator[list[Response]]:
         """Sample what is unfinished of the ``groups`` of this rank's engine; yield the finished
         responses that this rank judges, and collect all that the engine returns in ``responses``.
 
-        With ``rollout.max_staleness``, an engine ends when its part of the ``wanted`` groups is
+        If responses are carried over, an engine ends when its part of the ``wanted`` groups is
         finished, and all groups at the staleness limit. Collective. Raises :class:`EngineError` on
         all ranks if an engine failed, and :class:`UserError` if a response was sampled by other
-        weights than ``version``, or by too old ones.
+        weights than ``versions``, or by too old ones.
         """
         share = self.generation.share
-        oldest_allowed = step - 1 - self.rollout.most_versions_behind
+        oldest_allowed = step - 1 - self.rollouts_behind
         samples = [(group.prompt, index) for group in groups for index in group.unfinished]
         # the ranks of an engine have the same responses, and each judges a part of them
         to_judge = {
@@ -381,13 +384,13 @@ class Sampler:
             for prompt, index in samples[share.rank_in_engine :: share.ranks]
         }
         partial = None
-        if self.rollout.max_staleness:
+        if self.carries_over:
             quota = len(range(share.engine, wanted, share.engines))
             partial = self._partial_rollout(groups, quota, step, responses)
         for together in self.generation.stream(samples, self.sampling, step, partial):
             if self.closed.is_set():
                 raise CancelledError
-            _check_versions(together, version, oldest_allowed)
+            _check_versions(together, versions, oldest_allowed)
             responses.update({response.key: response for response in together})
             finished = [response for response in together if _is_finished(response)]
             mine = [response for response in finished if response.key in to_judge]
@@ -404,7 +407,7 @@ class Sampler:
         """Return a rollout that continues what was begun, and stops when ``responses`` complete
         ``quota`` groups and those at the staleness limit.
         """
-        urgent_step = step - self.rollout.max_staleness
+        urgent_step = step - self.rollouts_behind
         needs = [
             GroupNeed(
                 prompt_id=group.prompt.prompt_id,
@@ -427,8 +430,8 @@ class Sampler:
         """Return the groups with the ``judged`` responses of all ranks, and with the ``responses``
         that were cut short. Collective.
 
-        Judgements and lengths go to every rank. Tokens stay here, but for ``max_staleness``: any
-        engine may continue, or hand over in a later step, what is carried.
+        Judgements and lengths go to every rank. Tokens stay here, unless responses are carried
+        over: any engine may continue them, or hand them over in a later step.
         """
         here: dict[ResponseKey, JudgedResponse] = {
             response.key: (response, judgement)
@@ -441,7 +444,7 @@ class Sampler:
         everyone: list[list[tuple[ResponseKey, Response | Summary, Judgement | None]]]
         everyone = self.collectives.gather(
             [
-                (key, response if self.rollout.max_staleness else Summary.of(response), judgement)
+                (key, response if self.carries_over else Summary.of(response), judgement)
                 for key, (response, judgement) in here.items()
             ]
         )
@@ -548,17 +551,21 @@ def _with_sampled(group: PromptGroup, sampled: Mapping[int, JudgedResponse]) -> 
 _position = attrgetter("position")
 
 
-def _check_versions(responses: Sequence[Response], version: int, oldest: int) -> None:
+def _check_versions(responses: Sequence[Response], versions: range, oldest: int) -> None:
+    """Raise :class:`UserError` unless the last token of each response is of one of ``versions``,
+    and none is of an older one than ``oldest``.
+    """
     for response in responses:
-        if response.weights_version != version:
+        if response.weights_version not in versions:
             sampled_by = response.weights_version
-        elif not oldest <= response.oldest_version <= version:
+        elif not oldest <= response.oldest_version <= response.weights_version:
             sampled_by = response.oldest_version
         else:
             continue
+        allowed = " or ".join(map(str, versions))
         raise UserError(
             f"response to {response.prompt_id} was sampled by weights version {sampled_by}, the "
-            f"engine should have {version}, and the oldest version allowed is {oldest}: it was "
+            f"engine should have {allowed}, and the oldest version allowed is {oldest}: it was "
             "not synchronized"
         )
 
@@ -622,10 +629,16 @@ def _filter_metrics(drawn: Drawn, batch: Sequence[PromptGroup]) -> dict[str, flo
     }
 
 
-def _staleness_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
-    """Return by how many updates the oldest token of a response is behind: mean and maximum."""
+def _staleness_metrics(
+    samples: Sequence[TrainingSample], step: int, updates_per_rollout: int
+) -> dict[str, float]:
+    """Return how many optimizer updates the weights of the oldest token of a response miss when the
+    training of ``step`` begins, mean and maximum, and the share of responses that more than one
+    version of the weights has sampled.
+    """
     staleness = [step - 1 - sample.response.oldest_version for sample in samples]
     return {
-        "rollout/staleness_mean": float(np.mean(staleness)),
-        "rollout/staleness_max": max(staleness),
+        "rollout/staleness_mean": float(np.mean(staleness)) * updates_per_rollout,
+        "rollout/staleness_max": max(staleness) * updates_per_rollout,
+        "rollout/continued": float(np.mean([bool(s.response.segments) for s in samples])),
     }

@@ -9,22 +9,30 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.rollout import vllm_server
 from megatron_dcpo.rollout.engine import SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime.signals import RolloutAbandoned
-from megatron_dcpo.types import Prompt
+from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.weights.planner import WeightSlice
+from megatron_dcpo.weights.table import hf_shapes
 from tests.engine.test_training import CONFIG, ENGINE, metrics, train
 from tests.helpers.paths import REPOSITORY
+from tests.helpers.samplers import one_rank
 from tests.helpers.vllm import POLICY, at_length, needs_vllm
 from tests.unit.rollout.test_serving import free_port
 
@@ -178,3 +186,64 @@ def figure(base: str, name: str) -> float:
         lines = reply.read().decode()
     found = re.findall(rf"^vllm:{name}\{{.* (\S+)$", lines, re.M)
     return sum(map(float, found))
+
+
+def test_weights_that_arrive_continue_what_is_sampled(tmp_path: Path) -> None:
+    """vLLM's pause returns what it has sampled; each part has the log-probs of its version."""
+    endpoint = address()
+    base = endpoint.removesuffix("/v1")
+    exchange = tmp_path / "exchange"
+    with one_rank(), serving(1, tmp_path / "server", endpoint) as launcher:
+        until(lambda: is_there(base), launcher)
+        engine = ServerEngine([endpoint], POLICY, exchange)
+        engine.update_weights(weights(factor=1.0), version=1)
+        engine.eos_token_ids = ()  # every response has its full length
+        prompts = [Prompt(str(number), (), (5, number), "", "") for number in range(1, 9)]
+        samples = [(prompt, index) for prompt in prompts for index in range(4)]
+        responses: list[Response] = []
+
+        def sample() -> None:
+            for together in engine.stream(samples, SamplingConfig(max_tokens=100)):
+                responses.extend(together)
+
+        rollout = threading.Thread(target=sample)
+        rollout.start()
+        until(lambda: figure(base, "generation_tokens_total") > 64, launcher)
+        engine.update_weights(weights(factor=2.0), version=2)
+        rollout.join(300)
+        assert not rollout.is_alive()
+    assert len({response.key for response in responses}) == len(samples)
+    assert {len(response.token_ids) for response in responses} == {100}
+    assert any(len(response.versions) == 2 for response in responses)
+    models = {1: model_of(factor=1.0), 2: model_of(factor=2.0)}
+    for response in responses:
+        prompt = next(one for one in prompts if one.prompt_id == response.prompt_id)
+        start = 0
+        for version, tokens in response.versions:
+            expected = logprobs_of(models[version], prompt, response.token_ids)
+            part = slice(start, start + tokens)
+            np.testing.assert_allclose(response.logprobs[part], expected[part], atol=1e-3)
+            start += tokens
+
+
+def weights(factor: float) -> list[list[WeightSlice]]:
+    """The policy with a norm of ``factor`` times the weight, a tensor a bucket."""
+    buckets = []
+    for name, tensor in model_of(factor).state_dict().items():
+        if name in hf_shapes(read_architecture(POLICY)):
+            buckets.append([WeightSlice(name, 0, 0, tensor)])
+    return buckets
+
+
+def model_of(factor: float) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model.model.norm.weight.data *= factor
+    return model.eval()
+
+
+def logprobs_of(model: torch.nn.Module, prompt: Prompt, tokens: np.ndarray) -> torch.Tensor:
+    """The log-probs of a response's tokens, in one pass."""
+    ids = torch.tensor([[*prompt.token_ids, *tokens]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt.token_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

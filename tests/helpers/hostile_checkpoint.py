@@ -28,7 +28,7 @@ class Command:
 def resign(checkpoint: Path) -> None:
     """The manifest of the files as they are."""
     files = {path.name: digest(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
-    write_manifest(checkpoint, int(checkpoint.name.removeprefix("iter_")), files)
+    write_manifest(checkpoint, int(checkpoint.name.removeprefix("iter_")), files, {})
 
 
 def edit_metadata(checkpoint: Path, change: Callable[[Any], None]) -> None:

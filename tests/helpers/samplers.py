@@ -161,6 +161,6 @@ class Steps:
     def take(self, step: int) -> list[TrainingSample]:
         """Return the samples of ``step``, with the weights of the step before in the engine."""
         self.sampler.engine.weights_version = step - 1
-        batch, self.state = self.sampler.sample(self.state, step, version=step - 1)
+        batch, self.state = self.sampler.sample(self.state, step, range(step - 1, step))
         self.metrics = batch.metrics
         return batch.samples

@@ -1,5 +1,5 @@
-"""``rollout.async_steps: 1``: generation beside training, on the quickstart's policy and a server
-of its own.
+"""``rollout.max_staleness`` with a server: generation beside training, on the quickstart's policy
+and a server of its own.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def server() -> Iterator[Served]:
         yield served
 
 
-def options(served: Served, async_steps: int = 1) -> tuple[str, ...]:
-    return (*served.options, *MORE, f"rollout.async_steps={async_steps}")
+def options(served: Served, max_staleness: int = 1) -> tuple[str, ...]:
+    return (*served.options, *MORE, f"rollout.max_staleness={max_staleness}")
 
 
 def prompts(run_dir: Path) -> list[list[str]]:
@@ -66,7 +66,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_weights_are_one_update_behind(undisturbed: Path) -> None:
     records = metrics(undisturbed)
     assert [record["rollout/staleness_max"] for record in records] == [0, 1, 1, 1, 1]
-    assert [record["rollout/staleness_mean"] for record in records] == [0, 1, 1, 1, 1]
+    assert all(record["rollout/staleness_mean"] <= 1 for record in records)
     assert all(
         record["time/rollout_busy"] >= record["time/rollout"] - 0.1 for record in records[1:-1]
     )
@@ -83,7 +83,7 @@ def test_without_the_option_a_server_is_the_embedded_engine(server: Served, tmp_
     """One after the other, the same prompts are sampled by the weights of the step before,
     as ever.
     """
-    records = train(tmp_path / "server", *options(server, async_steps=0))
+    records = train(tmp_path / "server", *options(server, max_staleness=0))
     embedded = train(tmp_path / "embedded", *MORE)
     assert prompts(tmp_path / "server") == prompts(tmp_path / "embedded")
     assert not any(

@@ -24,7 +24,7 @@ def checkpoint(tmp_path):
     path.mkdir()
     for name in ("common.pt", "__0_0.distcp", "__1_0.distcp"):
         (path / name).write_bytes(name.encode() * 1000)
-    write_manifest(path, 7, {file.name: digest(file) for file in path.iterdir()})
+    write_manifest(path, 7, {file.name: digest(file) for file in path.iterdir()}, {})
     return path
 
 

@@ -55,6 +55,18 @@ def test_a_checkpoint_is_announced_when_it_is_whole(tmp_path: Path, background: 
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_two_ranks_that_write_one_file_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared disk the later one would overwrite the other's part."""
+    monkeypatch.setattr(module, "all_gather_objects", lambda part: [part, part])
+    saver = saver_in(tmp_path)
+    saver.begin(1, state_of(torch.ones(4)))
+    with pytest.raises(UserError, match=r"common\.pt|__0_0\.distcp"):
+        saver.wait()
+    assert iterations(tmp_path) == []
+
+
 def test_what_changes_after_begin_is_not_saved(tmp_path: Path) -> None:
     """The state is copied before :meth:`Saver.begin` returns, in the first save and in those that
     reuse its plan.

@@ -365,7 +365,7 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "DP 8 x TP 1, each GPU 16.38 GB of weights" in shown
-    assert "(rollout.async_steps)" in shown
+    assert "(rollout.max_staleness)" in shown
     assert "engine weights" not in shown
     two = "rollout.tensor_model_parallel_size=2"
     assert run("--engine-gpus", "8", two)["engine"]["weights"] == both["parameters"]

@@ -133,6 +133,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(server_tensors, "CALL_BYTES", CALL_BYTES)
     monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
     monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
     return made
 

@@ -40,6 +40,7 @@ def servers() -> Iterator[tuple[Served, Served]]:
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
     monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
 
 

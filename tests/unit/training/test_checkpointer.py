@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.checkpoints.staleness import Marks
 from megatron_dcpo.config import TrainingConfig
 from megatron_dcpo.errors import Stopped, UserError
 from megatron_dcpo.runtime import signals
@@ -32,9 +33,12 @@ class Folder:
         self.best: dict[str, Any] | None = None
         self.calls: list[str] = []
 
-    def begin(self, step: int, state: dict[str, Any]) -> None:
+    def begin(self, step: int, state: dict[str, Any], marks: Marks) -> None:
         (self.directory / f"{step}.json").write_text(json.dumps(state))
         self.calls.append(f"begin {step}")
+
+    def continue_after(self, step: int, marks: Marks) -> None:
+        self.calls.append(f"continue after {step}")
 
     def wait(self) -> None:
         self.calls.append("wait")
@@ -51,6 +55,9 @@ class Dictionary:
 
     def state(self, step: int, run: dict[str, Any]) -> dict[str, Any]:
         return {"iteration": step, **run}
+
+    def marks(self) -> Marks:
+        return {}
 
     def load(self, directory: Path, step: int) -> dict[str, Any]:
         return dict(json.loads((directory / f"{step}.json").read_text()))
@@ -196,3 +203,44 @@ def test_a_failure_completes_the_checkpoint_on_its_way(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--resume auto"):
         saves.save_and_end(UserError("a verifier failed"), done=3)
     assert saves.saver.steps() == [3]  # type: ignore[attr-defined]
+
+
+def test_an_older_checkpoint_is_taken_with_the_number_of_steps_that_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = checkpointer(tmp_path, {})
+    for step in (2, 4):
+        saves.save(step)
+    damaged = {4: "__0_0.distcp has changed"}
+    monkeypatch.setattr(module, "newest_intact", lambda path, topology: (2, damaged))
+    resumed = checkpointer(tmp_path, {}, resume="auto")
+    assert resumed.resume() == 2
+    assert resumed.intact_steps() == [2]
+    assert any("2 step(s) after step 2" in record.message for record in caplog.records)
+    with pytest.raises(UserError) as caught:
+        checkpointer(tmp_path, {}, resume="strict").resume()
+    assert "__0_0.distcp" in str(caught.value)
+    assert "2 step(s) after step 2" in str(caught.value)
+
+
+def test_strict_continues_after_the_newest_and_begins_a_fresh_run(tmp_path: Path) -> None:
+    assert checkpointer(tmp_path, {}, resume="strict").resume() == 0
+    checkpointer(tmp_path, {}).save(2)
+    assert checkpointer(tmp_path, {}, resume="strict").resume() == 2
+
+
+def test_an_error_of_the_save_does_not_hide_that_of_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = checkpointer(tmp_path, {})
+
+    def full() -> None:
+        raise UserError("cannot write checkpoint 2")
+
+    saves.saver.wait = full  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="no finite loss"), saves.completing():
+        raise UserError("no finite loss")
+    assert any("checkpoint 2" in record.message for record in caplog.records)
+    with pytest.raises(UserError, match="a verifier failed") as caught:
+        saves.save_and_end(UserError("a verifier failed"), done=3)
+    assert "checkpoint 2" in str(caught.value)

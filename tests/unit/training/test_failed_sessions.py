@@ -77,7 +77,7 @@ def test_metrics_are_means_over_the_sessions_that_did_not_fail() -> None:
 def test_a_lost_group_is_replaced_by_the_next_prompt() -> None:
     """One of two groups is lost: a third prompt is drawn in the same step."""
     sampler = sampler_of({"p0"}, {0, 1, 2}, 0.5)
-    batch, state = sampler.sample(sampler.start, step=1, version=0)
+    batch, state = sampler.sample(sampler.start, step=1, versions=range(1))
     assert {sample.prompt.prompt_id for sample in batch.samples} == {"p1", "p2"}
     assert len(batch.samples) == 8
     assert batch.metrics["rollout/unjudged"] == 3 / 12
@@ -86,7 +86,7 @@ def test_a_lost_group_is_replaced_by_the_next_prompt() -> None:
 
 def test_some_failures_leave_smaller_groups() -> None:
     sampler = sampler_of({"p0", "p1"}, {3}, 0.5)
-    batch, _ = sampler.sample(sampler.start, step=1, version=0)
+    batch, _ = sampler.sample(sampler.start, step=1, versions=range(1))
     assert [sample.response.sample_index for sample in batch.samples] == [0, 1, 2] * 2
     assert batch.metrics["rollout/unjudged"] == 0.25
     assert batch.scores is not None
@@ -96,7 +96,7 @@ def test_some_failures_leave_smaller_groups() -> None:
 def test_too_many_failures_are_an_error() -> None:
     sampler = sampler_of({"p0", "p1"}, {3}, 0.2)
     with pytest.raises(UserError, match=r"judging\.max_error_rate"):
-        sampler.sample(sampler.start, step=1, version=0)
+        sampler.sample(sampler.start, step=1, versions=range(1))
 
 
 def test_a_flaky_verifiers_step_is_that_of_the_groups_without_those_responses() -> None:
@@ -104,7 +104,7 @@ def test_a_flaky_verifiers_step_is_that_of_the_groups_without_those_responses() 
     steps = []
     for is_flaky in (False, True):
         sampler = sampler_of({"p0", "p1"}, {3}, 0.5, is_flaky=is_flaky)
-        batch, state = sampler.sample(sampler.start, step=1, version=0)
+        batch, state = sampler.sample(sampler.start, step=1, versions=range(1))
         rows = [(one.prompt.prompt_id, one.judgement) for one in batch.samples]
         steps.append((rows, batch.scores.tolist(), batch.metrics, state))
     assert steps[0] == steps[1]

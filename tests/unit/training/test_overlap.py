@@ -54,7 +54,7 @@ def sampler_with(judge: Any, stream: Any, timers: Timers | None = None, **parts:
 
 def sample(sampler: Sampler, step: int) -> list[TrainingSample]:
     """The samples of one step, by weights one update older than it."""
-    batch, _ = sampler.sample(SamplerState(), step, version=step - 1)
+    batch, _ = sampler.sample(SamplerState(), step, range(step - 1, step))
     return batch.samples
 
 

@@ -1,10 +1,9 @@
-"""``rollout.async_steps``: the same batches, sampled while the one before trains, none lost and
-none trained on twice.
+"""``rollout.max_staleness`` with a server: the same batches, sampled while the one before trains,
+none lost and none trained on twice.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ SERVER = (
     "rollout.engine=server",
     "rollout.endpoint=http://here/v1",
     "objective.tis_level=token",
-    "rollout.async_steps=1",
+    "rollout.max_staleness=1",
     f"data.prompts_per_step={PROMPTS}",
     "data.shuffle=false",
     "rollout.group_size=4",
@@ -56,19 +55,13 @@ def group() -> Iterator[None]:
 
 def sampler_of_server(
     trains: Any = lambda number: True,
-    staleness: int = 0,
     engine: Any = None,
     filtered: bool = False,
 ) -> Sampler:
-    """A sampler of 1,000 prompts. The rules that refuse a ``staleness`` beside a server are passed
-    by: they are the client's, not the loop's.
-    """
+    """A sampler of 1,000 prompts."""
     config = load_config(
         QUICKSTART / "grpo.yaml", [*SERVER, f"rollout.filter_groups={str(filtered).lower()}"]
     )
-    if staleness:
-        rollout = dataclasses.replace(config.rollout, max_staleness=staleness, oversample=1.5)
-        config = dataclasses.replace(config, rollout=rollout)
     return numbered_sampler(
         trains, 1000, config=config, engine=engine or Clockwork(), timers=Timers(None)
     )
@@ -127,23 +120,15 @@ def test_every_batch_but_the_first_is_one_update_behind() -> None:
     assert rollouts.future is None, "nothing is sampled after the last step"
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_filters_and_partial_rollouts_draw_as_one_after_the_other(staleness: int) -> None:
-    """What is drawn, filtered and carried depends on the clockwork alone; tokens are as old as
-    allowed.
-    """
-    rollouts = asynchronous(sampler_of_server(lambda n: n % 3 > 0, staleness, filtered=True))
-    in_turn = Steps(sampler_of_server(lambda n: n % 3 > 0, staleness, filtered=True))
+def test_filters_draw_as_one_after_the_other() -> None:
+    """What is drawn and filtered depends on the clockwork alone."""
+    rollouts = asynchronous(sampler_of_server(lambda n: n % 3 > 0, filtered=True))
+    in_turn = Steps(sampler_of_server(lambda n: n % 3 > 0, filtered=True))
     batches = run(rollouts)
     reference = [in_turn.take(step) for step in range(1, STEPS + 1)]
     assert numbers(batches) == numbers(reference)
     assert max(Counter(numbers(batches)).values()) == 4
     assert rollouts.state.position == in_turn.state.position > STEPS * PROMPTS
-    oldest = [
-        max(step - s.response.oldest_version for s in batch) for step, batch in enumerate(batches)
-    ]
-    assert max(oldest) <= 1 + staleness
-    assert max(oldest) > staleness or staleness == 3
 
 
 class Failing(Clockwork):
@@ -162,20 +147,18 @@ class Failing(Clockwork):
             yield responses
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_batch_whose_engine_failed_is_generated_again(staleness: int) -> None:
+def test_a_batch_whose_engine_failed_is_generated_again() -> None:
     """By the weights that the engine has got since; nothing is lost, nothing is trained on
     twice.
     """
     engine = Failing(5, EngineError("killed"))
-    batches = run(asynchronous(sampler_of_server(staleness=staleness, engine=engine)))
+    batches = run(asynchronous(sampler_of_server(engine=engine)))
     assert engine.failed
     newest = [
         {step - s.response.weights_version for s in batch} for step, batch in enumerate(batches)
     ]
-    if not staleness:
-        assert [max(one) for one in newest] == [0, 1, 1, 1, 0, *[1] * (STEPS - 5)]
-        assert numbers(batches) == [number for number in range(STEPS * PROMPTS) for _ in range(4)]
+    assert [max(one) for one in newest] == [0, 1, 1, 1, 0, *[1] * (STEPS - 5)]
+    assert numbers(batches) == [number for number in range(STEPS * PROMPTS) for _ in range(4)]
     assert set(Counter(numbers(batches)).values()) == {4}
 
 
@@ -264,13 +247,45 @@ def test_the_time_of_a_batch_on_its_way_counts_once() -> None:
     assert rollouts.timers.seconds["rollout_busy"] == busy > 0
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [1, 4])
 def test_responses_of_other_weights_are_refused(version: int) -> None:
-    """Step 2 trains on the weights before the first update or, in turn, on those after it."""
+    """Step 4 takes what the weights after step 2 have begun, and those after step 3 completed."""
     rollouts = asynchronous()
     rollouts.sampler.engine.weights_version = version
     with pytest.raises(UserError, match=f"sampled by weights version {version}, the engine should"):
-        rollouts.sampler.sample(SamplerState(), step=2, version=1)
+        rollouts.sampler.sample(SamplerState(), step=4, versions=range(2, 4))
+    rollouts.sampler.engine.weights_version = 3
+    rollouts.sampler.sample(SamplerState(), step=4, versions=range(2, 4))
+
+
+def test_age_is_counted_in_optimizer_updates() -> None:
+    """The engines get weights after four updates, so that a token is four updates old, or none."""
+    updates = ["training.updates_per_rollout=4", "rollout.max_staleness=7"]
+    config = load_config(QUICKSTART / "grpo.yaml", [*SERVER, *updates])
+    assert config.rollouts_behind == 1
+    sampler = numbered_sampler(
+        lambda number: True, 1000, config=config, engine=Clockwork(), timers=Timers(None)
+    )
+    sampler.engine.weights_version = 2
+    batch, _ = sampler.sample(SamplerState(), step=4, versions=range(2, 4))
+    assert batch.metrics["rollout/staleness_max"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "behind"),
+    [
+        (("rollout.engine=server", "rollout.endpoint=http://here/v1"), 1),
+        (("rollout.oversample=1.5",), 3),
+    ],
+)
+def test_a_bound_below_the_updates_of_a_rollout_is_refused(
+    options: tuple[str, ...], behind: int
+) -> None:
+    updates = ("training.updates_per_rollout=2", "objective.tis_level=token", *options)
+    with pytest.raises(UserError, match=r"training\.updates_per_rollout"):
+        load_config(QUICKSTART / "grpo.yaml", ["rollout.max_staleness=1", *updates])
+    config = load_config(QUICKSTART / "grpo.yaml", ["rollout.max_staleness=7", *updates])
+    assert config.rollouts_behind == behind
 
 
 # ------------------------------------------------------------------------------------ checkpoints

@@ -212,7 +212,7 @@ def test_a_group_is_scored_once_a_step(filter_groups: str) -> None:
         method=counted,
         judge=half_right,
     )
-    batch, _ = sampler.sample(SamplerState(), step=1, version=0)
+    batch, _ = sampler.sample(SamplerState(), step=1, versions=range(1))
     target = updater(Steps(), updates_per_rollout=2)
     target.method = counted
     target.with_old_logprobs = lambda samples: list(samples)  # type: ignore[method-assign]
