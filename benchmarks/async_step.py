@@ -1,5 +1,5 @@
-"""Generation beside training (``rollout.async_steps: 1``) against one after the other, a core for
-each.
+"""Generation beside training (``rollout.max_staleness`` and a server) against one after the other,
+a core for each.
 
     python benchmarks/run.py async_step        # ASYNC_STEPS=2: that many steps
 
@@ -32,7 +32,7 @@ SHAPE = "131k" if QUICK else "28M"
 PROMPTS, GROUP, TOKENS, STOP = (4, 7, 32, 0.05) if QUICK else (4, 7, 512, 0.005)
 STEPS, WARM_UP = (1, 1) if QUICK else (int(os.environ.get("ASYNC_STEPS", "8")), 2)
 ALTERNATIVES = {"beside": 1, "after": 0}
-OTHER = "one after the other (rollout.async_steps: 0)"
+OTHER = "one after the other (rollout.max_staleness: 0)"
 SERVER = f"{sys.executable} {policies.QUICKSTART / 'engine_server.py'}"
 
 
@@ -148,7 +148,7 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
         "objective.entropy_coef=1e-6"
     ]  # else a group that is all wrong, as here, is not computed
     more += [
-        f"rollout.async_steps={ALTERNATIVES[name]}",
+        f"rollout.max_staleness={ALTERNATIVES[name]}",
         "training.micro_batch_size=16",
         "logging.samples_interval=0",
     ]

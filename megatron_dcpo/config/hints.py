@@ -31,7 +31,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "reward_weights": "judging.verifier",
         "model_name_or_path": "model.path",
         "dataset_name": "data.path",
-        "async_steps": "rollout.max_staleness",  # ours until 1.4
+        "async_steps": "rollout.max_staleness",  # ours, once
         "vllm_importance_sampling_cap": "objective.tis_cap",
         "importance_sampling_level": "objective.ratio",
         "loss_type": "objective.loss_aggregation",

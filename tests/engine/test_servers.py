@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -26,6 +27,7 @@ from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.rollout import vllm_server
 from megatron_dcpo.rollout.engine import SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
+from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.planner import WeightSlice
@@ -188,8 +190,11 @@ def figure(base: str, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_weights_that_arrive_continue_what_is_sampled(tmp_path: Path) -> None:
+def test_weights_that_arrive_continue_what_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's pause returns what it has sampled; each part has the log-probs of its version."""
+    monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
     endpoint = address()
     base = endpoint.removesuffix("/v1")
     exchange = tmp_path / "exchange"

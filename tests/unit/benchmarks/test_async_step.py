@@ -1,4 +1,4 @@
-"""What the benchmark of ``rollout.async_steps`` says of the steps that it has timed."""
+"""What the benchmark of ``rollout.max_staleness`` says of the steps that it has timed."""
 
 from __future__ import annotations
 
