@@ -289,11 +289,11 @@ class TokenSequence(NamedTuple):
 class TrainingSample:
     """One judged response on its way to the loss. Each stage returns a copy with its fields filled.
 
-    The policy fills ``old_logprobs`` (unless the update is the rollout's only one) and
-    ``ref_logprobs`` (if there is a KL loss), float32 [T], on the ranks that compute the sample. The
-    objective fills the rewards ``R`` and ``R_c``, and for each response token its ``advantages``
-    float64 [T], its block ``block_ids`` int8 [T] (``BLOCK_*``), and its share of the loss
-    ``weights`` float64 [T].
+    The policy fills ``old_logprobs`` (unless the update is the rollout's only one),
+    ``ref_logprobs`` (if there is a KL loss) and ``teacher_logprobs`` (if there is a teacher),
+    float32 [T], on the ranks that compute the sample. The objective fills the rewards ``R`` and
+    ``R_c``, and for each response token its ``advantages`` float64 [T], its block ``block_ids``
+    int8 [T] (``BLOCK_*``), and its share of the loss ``weights`` float64 [T].
     """
 
     prompt: Prompt
@@ -302,6 +302,7 @@ class TrainingSample:
     old_logprobs: np.ndarray | None = None
     mean_old_logprob: float | None = None  # on all ranks, for methods whose score reads it
     ref_logprobs: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
     R: float = math.nan
     R_c: float = math.nan
     advantages: np.ndarray | None = None
@@ -381,10 +382,10 @@ class MicroBatch:
     response token, ``targets``, int64 [N], those tokens, and ``sequence_ids``, int64 [N], the
     number of each token's sample in ``samples``. ``R``, [S], are the rewards of the samples.
     ``columns`` hold what the loss reads of each response token, [N] each: ``advantages``,
-    ``block_ids``, ``weights``, ``engine_logprobs``, and ``old_logprobs`` and ``ref_logprobs`` if
-    the samples have them. ``is_part`` marks some response tokens of a micro-batch, of which no
-    statistics are taken. ``experts``, int16 [*tokens.shape, layers, k], are the experts that the
-    routers take for each token; -1 leaves the choice to them.
+    ``block_ids``, ``weights``, ``engine_logprobs``, and ``old_logprobs``, ``ref_logprobs`` and
+    ``teacher_logprobs`` if the samples have them. ``is_part`` marks some response tokens of a
+    micro-batch, of which no statistics are taken. ``experts``, int16 [*tokens.shape, layers, k],
+    are the experts that the routers take for each token; -1 leaves the choice to them.
 
     Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP], and
     ``here``, int64 [n], ascending, are the response tokens whose logits this rank has; ``rows`` of

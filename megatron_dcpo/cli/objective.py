@@ -37,8 +37,9 @@ the input:
   boundary, length the number of reasoning tokens, and of all tokens; without a marker the last
                    token (EOS) alone is the confidence block
   logprobs, old_logprobs   one per token, of the current policy and of the policy that sampled
-  engine_logprobs, ref_logprobs, entropy   one per token, if tis_level (old_logprobs: engine),
-                   kl_coef, entropy_coef need them
+  engine_logprobs, ref_logprobs, teacher_logprobs, entropy
+                   one per token, if tis_level (old_logprobs: engine), kl_coef, distill_coef_*,
+                   entropy_coef need them
   abstained        true or false (default), for ternary
 """
 

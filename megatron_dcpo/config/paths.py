@@ -91,6 +91,7 @@ _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("rollout", "agent"): _function,
     ("rollout", "command"): _each(_command),
     ("objective", "name"): _function,
+    ("objective", "teacher"): _path,
     ("training", "callback"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
     ("evaluation", "path"): _path,

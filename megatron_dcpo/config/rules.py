@@ -35,6 +35,7 @@ from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import build_method, find_method, resolve
 from megatron_dcpo.objectives.options import normalization_of_the_confidence
 from megatron_dcpo.runtime.brought import REASONING_GYM
+from megatron_dcpo.types import BLOCKS
 
 Problem = str | None  # what is wrong, and what to do about it
 # options that only rollouts of agents read
@@ -698,6 +699,18 @@ def the_objective_reads_its_options(config: Config) -> Problem:
         resolve(config.objective)
     except UserError as error:
         return str(error)
+    return None
+
+
+@rule("train")
+def a_coefficient_of_distillation_needs_a_teacher(config: Config) -> Problem:
+    """And the other way round: ``objectives.resolve``."""
+    for block, coef in zip(BLOCKS, config.objective.blocks("distill_coef"), strict=True):
+        if coef and not config.objective.teacher:
+            return (
+                f"objective.distill_coef_{block}={coef:g} needs objective.teacher, the directory "
+                "of the model that is distilled; name it, or remove the coefficient"
+            )
     return None
 
 

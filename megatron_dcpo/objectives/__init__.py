@@ -5,7 +5,7 @@ contributions.
 |---|---|
 | `options.py`, `presets.py` | every option with its default; named sets of other defaults |
 | `advantages.py` | hybrid target, scoring rules, calibration reward, normalized advantage |
-| `policy_loss.py` | clipped loss, KL, entropy, importance weights, per token |
+| `policy_loss.py` | clipped loss, a teacher's part, KL, entropy, importance weights, per token |
 | `method.py` | what a method declares; advantages and weights of tokens from its scores |
 | `shaping.py` | a soft length penalty, an adaptive entropy coefficient |
 | the others | one method each |
@@ -148,6 +148,10 @@ def _refuse_ignored(config: ObjectiveConfig, method: Method) -> None:
 # options that are read only if another one says so: when, and what that is
 _READ_WITH: Mapping[str, tuple[Callable[[ObjectiveConfig], bool], str]] = {
     "kl_estimator": (lambda options: any(options.blocks("kl_coef")), "objective.kl_coef"),
+    "teacher": (
+        lambda options: any(options.blocks("distill_coef")),
+        "objective.distill_coef_reasoning (or _confidence)",
+    ),
     "tis_mode": (lambda options: options.tis_level != "none", "objective.tis_level"),
     "tis_floor": (lambda options: options.tis_level != "none", "objective.tis_level"),
     "tis_cap": (lambda options: options.tis_level != "none", "objective.tis_level"),

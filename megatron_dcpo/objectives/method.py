@@ -291,7 +291,8 @@ class Method:
         None trains on a response that ``mask_truncated`` leaves out. With ``block_groups: signal``
         a block trains on the groups alone in which it has a signal: a response with tokens in the
         block and an advantage other than 0 there. The reasoning's signal is also that correctness
-        differs in the group, so that the same groups count for every method.
+        differs in the group, so that the same groups count for every method. A teacher has a signal
+        in every group.
         """
         trained = self._trained(samples)
         members = np.stack([trained, trained])
@@ -301,6 +302,8 @@ class Method:
         correctness = self._all_correctness(samples)
         for rows in rows_of_groups(samples).values():
             for number, block_id in enumerate(BLOCK_ORDER):
+                if self.options.blocks("distill_coef")[number]:
+                    continue
                 group_has_signal = signals[number, rows].any()
                 if block_id == BLOCK_REASONING:
                     group_has_signal = group_has_signal and differ(correctness[rows])
@@ -381,7 +384,7 @@ class Method:
 
     def trains(self, samples: Sequence[TrainingSample], scores: np.ndarray | None = None) -> bool:
         """Return whether a group has a gradient in either block: an advantage other than 0 on a
-        token with a weight. KL and entropy terms do not count, because every group would have them.
+        token with a weight. KL, entropy and a teacher do not count: every group would have them.
         """
         return bool(self._pushed(samples, scores).any())
 
@@ -411,8 +414,8 @@ class Method:
         return signals
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
-        """Return whether a scored sample can have a gradient, with KL and entropy terms; in
-        ``block`` if one is named.
+        """Return whether a scored sample can have a gradient, with the terms of KL, entropy and a
+        teacher; in ``block`` if one is named.
         """
         weights = sample.weights
         if weights is None:
@@ -422,8 +425,9 @@ class Method:
             weights = np.where(sample.block_ids == block, weights, 0.0)
         if is_clipped and not weights.any():
             return False
-        regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
-        if not is_clipped or regularized or self.options.entropy_target:
+        every_token = ("kl_coef", "entropy_coef", "distill_coef")
+        pushed_anyway = any(any(self.options.blocks(name)) for name in every_token)
+        if not is_clipped or pushed_anyway or self.options.entropy_target:
             return True
         # exactly 0: a response with a residue of rounding counts as no signal, and is computed
         return bool(np.any(weights * sample.advantages))

@@ -122,6 +122,17 @@ class ObjectiveConfig(BaseModel):
     """Gradient of the KL loss where the policy sampled: none, of KL(policy || reference), of
     KL(reference || policy).
     """
+    teacher: str = ""
+    """Directory of a Hugging Face checkpoint with the policy's tokenizer that is distilled, with a
+    distill_coef (empty: none).
+    """
+    distill_coef_reasoning: NonNegative = 0.0
+    """Factor of log pi_teacher - log pi_old, which is added to the advantage of a reasoning token.
+    """
+    distill_coef_confidence: NonNegative = 0.0
+    """The same on confidence tokens; it draws the confidence to the teacher's, which is about the
+    teacher's answers.
+    """
     entropy_coef_reasoning: Finite = 0.0
     """Factor of the entropy bonus on reasoning tokens."""
     entropy_coef_confidence: Finite = 0.0
@@ -263,6 +274,9 @@ CLIPPED_LOSS = frozenset(
         "tis_mode",
         "tis_floor",
         "tis_cap",
+        "teacher",
+        "distill_coef_reasoning",
+        "distill_coef_confidence",
     }
 )
 CALIBRATION_REWARD = frozenset(

@@ -31,10 +31,11 @@ def clipped_policy_loss(
     rho is :func:`importance_ratio`, and each block has its own coefficients. Dual clip bounds the
     loss of negative advantages by dual_clip * |A|. With ``clip: cispo`` the first term is
     -clip(rho) A logp, where clip(rho) has no gradient (MiniMax-M1, 2025). It is multiplied by the
-    engine's importance weights.
+    engine's importance weights. A contains :func:`teacher_advantages`.
     """
     rho = importance_ratio(batch, outputs, options)
-    A = masked(batch.columns["advantages"].to(rho), batch)
+    by_teacher, stats = teacher_advantages(batch, outputs, options)
+    A = masked(batch.columns["advantages"].to(rho), batch) + by_teacher
     clipped = rho.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.clip == "cispo":
         losses = -A * clipped.detach() * masked(outputs.logprobs, batch)
@@ -46,7 +47,8 @@ def clipped_policy_loss(
         losses = losses.minimum(options.dual_clip * A.abs())  # binds only if A < 0
     tis = importance_weights(batch, outputs, options)
     losses = losses * tis
-    extra, stats = regularizers(batch, outputs, options)
+    extra, stats_of_extra = regularizers(batch, outputs, options)
+    stats |= stats_of_extra
     losses = (losses + extra) * masked(batch.columns["weights"].to(losses), batch)
     stats |= by_block("clipped", binds.to(rho), batch)
     stats |= by_block("ratio", rho, batch)
@@ -76,6 +78,25 @@ def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: Objectiv
         means = sequence_means(log_ratio.detach(), batch)
         log_ratio = means[batch.sequence_ids] + logprobs - logprobs.detach()
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def teacher_advantages(
+    batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
+) -> tuple[Tensor, Stats]:
+    """Return distill_coef * (log pi_teacher - log pi_old) per token [n], without gradient, with a
+    coefficient for each block, and the sums of -(log pi_teacher - log pi_old) as ``teacher_kl``.
+
+    Its mean over the policy's samples is -distill_coef KL(policy || teacher), and the policy
+    gradient of that advantage is the gradient of this mean. Raises ValueError if the batch does not
+    carry the teacher's log-probs.
+    """
+    nothing = outputs.logprobs.new_zeros(outputs.logprobs.shape)
+    if not any(options.blocks("distill_coef")):
+        return nothing, {}
+    teacher = column(batch, "teacher_logprobs", "distill_coef_reasoning").to(nothing)
+    d = masked(teacher - old_logprobs(batch, outputs), batch)
+    coefficients = per_block(options.blocks("distill_coef"), batch, d)
+    return coefficients * d, by_block("teacher_kl", -d, batch)
 
 
 def regularizers(

@@ -39,7 +39,8 @@ ALIASES = {
     "length": "truncated",
 }
 REQUIRED = ("old_logprobs", "logprobs")
-PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
+COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs", "teacher_logprobs")
+PER_TOKEN = ("logprobs", *COLUMNS, "entropy")
 # of rows of samples.jsonl and of a training's samples, which may be given as they are
 BESIDE_RECORDS = (
     *("version", "training_step", "pieces", "asked", "judged_by"),
@@ -47,7 +48,6 @@ BESIDE_RECORDS = (
     *("consistency_confidence", "features", "posthoc_confidence", "posthoc_by"),
 )
 _SEE_HELP = "; dcpo objective --help shows an input"
-COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
 
 
 def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron_dcpo.planning.memory import (
     stage_activations,
     stage_state,
 )
-from megatron_dcpo.planning.step_time import Seconds, StepLoad, step_seconds
+from megatron_dcpo.planning.step_time import Seconds, StepLoad, pass_seconds, step_seconds
 from megatron_dcpo.planning.traffic import BytesSent, Work, step_traffic
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -65,15 +65,17 @@ class Stage:
     """One rank of a pipeline stage, in bytes.
 
     On the device there are, in training, ``state``, the larger of ``activations`` and the
-    ``reference`` policy's forward pass, and the part of the ``engine`` that stays; in a rollout
-    there is ``resting``. On the host there are ``host_copies`` (the reference policy,
-    offloaded state) and ``saved``, the copy from which a checkpoint is written.
+    ``reference`` policy's forward pass, the ``teacher`` for its pass, and the part of the
+    ``engine`` that stays; in a rollout there is ``resting``. On the host there are ``host_copies``
+    (the reference policy, the teacher, offloaded state) and ``saved``, the copy from which a
+    checkpoint is written.
     """
 
     stage: int
     state: State
     activations: Activations
     reference: int
+    teacher: int
     engine: int
     resting: int
     host_copies: int
@@ -81,7 +83,8 @@ class Stage:
 
     @property
     def total(self) -> int:
-        return self.state.total + self.engine + self.activations.total + self.reference
+        frozen = max(self.reference, self.teacher)  # one after the other
+        return self.state.total + self.engine + self.activations.total + frozen
 
     @property
     def saving(self) -> int:
@@ -269,9 +272,15 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         traffic=traffic,
         resharding=resharding,
     )
+    teacher = None
+    if config.objective.teacher:
+        teacher = architecture_of(config.objective.teacher)
+        check_layout(teacher, layout)
     seconds = step_seconds(
         arch=arch, layout=layout, config=config, load=load, machine=machine, rates=rates
     )
+    if teacher is not None:
+        seconds = replace(seconds, teacher=pass_seconds(teacher, layout, work, machine, rates))
     return Plan(
         arch=arch,
         layout=layout,
@@ -374,8 +383,8 @@ def _token_multiple(config: Config, layout: Layout) -> int:
 
 
 def _forward_passes(config: Config) -> int:
-    """Return how many passes without gradient a step makes over its tokens: one for old log-probs,
-    one for the reference policy's.
+    """Return how many passes without gradient a step makes over its tokens by a policy of the
+    trained one's size: one for old log-probs, one for the reference policy's.
     """
     method = build_method(config.objective)
     several_updates = config.training.updates_per_rollout > 1
@@ -417,16 +426,32 @@ def _stage(
     reference = 0
     if _has_reference(config) and not config.frozen:  # a frozen policy is its own reference
         reference = weights
+    teacher = 0
+    if config.objective.teacher:
+        teacher = _teacher_weights(layout=layout, config=config, stage=stage, replicas=replicas)
     return Stage(
         stage=stage,
         state=state,
         activations=activations,
         reference=reference,
+        teacher=teacher,
         engine=engine.resident,
         resting=resting,
-        host_copies=offloaded + reference,
+        host_copies=offloaded + reference + teacher,
         saved=_saved(layout, config, state, replicas),
     )
+
+
+def _teacher_weights(layout: Layout, config: Config, stage: int, replicas: int) -> int:
+    """Return the bytes of the teacher's weights on a rank of a stage."""
+    state = stage_state(
+        arch=architecture_of(config.objective.teacher),
+        layout=layout,
+        config=replace(config, model=replace(config.model, adapter=None)),
+        stage=stage,
+        data_parallel=replicas,
+    )
+    return state.numel * dtype_bytes(config.model.params_dtype)
 
 
 def _saved(layout: Layout, config: Config, state: State, replicas: int) -> int:
@@ -575,6 +600,7 @@ def _stage_dict(stage: Stage, layers: int) -> dict[str, Any]:
         "working": activations.working,
         "micro_batches_in_flight": activations.in_flight,
         "reference_policy": stage.reference,
+        "teacher": stage.teacher,
         "engine_resident": stage.engine,
         "total": stage.total,
         "resting": stage.resting,

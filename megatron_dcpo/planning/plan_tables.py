@@ -193,7 +193,10 @@ def _activation_rows(plan: Plan) -> list[_MemoryRow]:
     stage = plan.largest
     activations = stage.activations
     rows = [
-        _MemoryRow(name="reference policy, for its pass", training=stage.reference),
+        _MemoryRow(
+            name="reference policy or teacher, for its pass",
+            training=max(stage.reference, stage.teacher),
+        ),
         _MemoryRow(
             name=f"activations of {activations.in_flight:g} micro-batch(es)",
             training=activations.layers,
@@ -226,7 +229,7 @@ def _other_rows(plan: Plan) -> list[_MemoryRow]:
         ),
         _MemoryRow(name="sampling", rollout=engine.sampling),
         _MemoryRow(
-            name="reference policy",
+            name="reference policy, teacher",
             training=copies,
             saving=copies,
             rollout=copies,
@@ -267,6 +270,7 @@ def _traffic(plan: Plan) -> Table:
     rows = [
         ("rollout", 0, seconds.rollout),
         (log_probs, 0, seconds.forward),
+        ("log-probs of the teacher (its pass alone, without communication)", 0, seconds.teacher),
         ("update: forward and backward", 0, seconds.update),
         (f"tensor parallel ({activations})", traffic.tensor_parallel, seconds.tensor_parallel),
         ("context parallel (keys and values)", traffic.context_parallel, seconds.context_parallel),

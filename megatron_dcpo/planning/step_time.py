@@ -36,7 +36,8 @@ class StepLoad:
 @dataclass(frozen=True)
 class Seconds:
     """A step's parts. Communication is counted in full, as if nothing overlapped. ``changeover`` is
-    what it takes to change between training and generation on the same GPUs.
+    what it takes to change between training and generation on the same GPUs, ``teacher`` the pass
+    of a teacher without its communication.
     """
 
     rollout: float
@@ -49,6 +50,7 @@ class Seconds:
     pipeline: float
     resharding: float
     changeover: float
+    teacher: float = 0.0
 
     @property
     def total(self) -> float:
@@ -80,12 +82,7 @@ def step_seconds(
     gpus = machine.gpus
     tp = layout.tensor_model_parallel_size
     pp = layout.pipeline_model_parallel_size
-    vp = layout.virtual_pipeline_model_parallel_size
-    # micro_batches is the number for all updates of a step; the pipeline fills once for each.
-    bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * vp)
-    operations = operations_per_token(arch, layout, work.length)
-    ideal = work.tokens / (gpus * rates.peak_tflops * 1e12)
-    forward = ideal * pp * slowest_stage(operations, layout, rates) * bubble
+    forward = pass_seconds(arch, layout, work, machine, rates)
     # forward, gradients of activations, gradients of the weights unless they are frozen
     factor = 3 - config.frozen + recomputed_share(arch, layout, config)
     across = rates.bytes_per_second(gpus)
@@ -113,6 +110,21 @@ def step_seconds(
         resharding=load.resharding / rates.bytes_per_second(resharding_ranks),
         changeover=0.0 if load.engine.kind == "server" else rates.changeover_seconds,
     )
+
+
+def pass_seconds(
+    arch: Architecture, layout: Layout, work: Work, machine: Machine, rates: Rates
+) -> float:
+    """Return the seconds of a forward pass of ``arch`` over the tokens of a step, which waits for
+    the slowest stage and for the pipeline to fill.
+    """
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
+    # micro_batches is the number for all updates of a step; the pipeline fills once for each.
+    bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * vp)
+    operations = operations_per_token(arch, layout, work.length)
+    ideal = work.tokens / (machine.gpus * rates.peak_tflops * 1e12)
+    return ideal * pp * slowest_stage(operations, layout, rates) * bubble
 
 
 def slowest_stage(operations: Operations, layout: Layout, rates: Rates) -> float:

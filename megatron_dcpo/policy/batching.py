@@ -34,6 +34,7 @@ PER_TOKEN = {
     "engine_logprobs": torch.float32,
     "old_logprobs": torch.float32,
     "ref_logprobs": torch.float32,
+    "teacher_logprobs": torch.float32,
 }
 
 

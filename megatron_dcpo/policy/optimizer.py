@@ -335,15 +335,15 @@ class Offload:
         ledger.put("gradients", nbytes)
 
 
-def on_host(reference: Policy) -> Movable:
+def on_host(frozen: Policy, name: str) -> Movable:
     """Move the parameters of a frozen policy to the host, where they stay between their uses;
-    return the handle that brings them back.
+    return the handle that brings them back. ``name`` is the policy's in the ledger.
     """
 
     def parameters() -> Iterator[Tensor]:
-        for gpt in reference.gpt:
+        for gpt in frozen.gpt:
             yield from gpt.parameters()
 
-    movable = Movable("reference", parameters, constant=True)
+    movable = Movable(name, parameters, constant=True)
     movable.offload()
     return movable

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +15,12 @@ import numpy as np
 from megatron.core import parallel_state
 
 from megatron_dcpo.architectures.architecture import Architecture
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.policy import schedule
 from megatron_dcpo.policy.batching import collate, round_up
-from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.rehearsal import TENSOR_PARALLEL
 from megatron_dcpo.rehearsal.inputs import (
@@ -42,10 +44,12 @@ from megatron_dcpo.training.run import (
     build_optimizer,
     build_reference,
     build_saver,
+    build_teacher,
     build_updater,
     build_weight_sync,
 )
 from megatron_dcpo.training.trainer import Trainer
+from megatron_dcpo.training.updater import Reference
 from megatron_dcpo.types import TrainingSample
 from megatron_dcpo.weights.reshard import gather_full
 from megatron_dcpo.weights.table import hf_shapes
@@ -120,6 +124,11 @@ def carry_out(
         reference = None
         if any(method.options.blocks("kl_coef")):
             reference = build_reference(config, optimizer, checkpoint)
+        teacher = None
+        if config.objective.teacher:
+            of_teacher = read_architecture(config.objective.teacher)
+            reader = InventedCheckpoint(of_teacher, parameter_dtype(config))
+            teacher = build_teacher(config, topology, reader)
     offload = Offload(
         policy, optimizer.megatron, wanted=config.training.offload_optimizer_during_rollout
     )
@@ -132,6 +141,7 @@ def carry_out(
         policy=policy,
         optimizer=optimizer,
         reference=reference,
+        teacher=teacher,
     )
     batch = batch_to_rehearse(config, topology)
     for name, part in (("first update", batch.least()), ("update", batch)):
@@ -139,6 +149,8 @@ def carry_out(
         scores = None if method.needs_old_logprobs else method.group_scores(samples)
         updater.updates_per_rollout = part.updates
         shape = _shape_between_stages(updater.trainer, samples[: len(samples) // part.updates])
+        if teacher is not None:
+            updater.teacher = partial(_between_its_stages, teacher, shape)
         offload.reload()
         last = _last_stage(config, part, topology)
         with ledger.phase(name), shapes_between_stages(shape), last:
@@ -157,6 +169,15 @@ def carry_out(
     if config.parallel.sequence_parallel:
         tokens *= topology.tp_size
     return batch, tokens
+
+
+@contextmanager
+def _between_its_stages(teacher: Reference, shape: tuple[int, int, int]) -> Iterator[Policy]:
+    """Open the teacher, between whose stages hidden states have its size, not the policy's as in
+    ``shape``.
+    """
+    with teacher() as policy, shapes_between_stages((*shape[:2], policy.arch.hidden_size)):
+        yield policy
 
 
 def _nothing() -> dict[str, object]:

@@ -109,7 +109,10 @@ def _main(rank: str, gpus: str, file: str, *overrides: str) -> None:
     config = load_config(file, overrides)
     arch = architecture_of(config.model.path)
     model = dataclasses.replace(config.model, path=str(directory_of(config.model.path)))
-    config = dataclasses.replace(config, model=model)
+    objective = config.objective
+    if objective.teacher:
+        objective = objective.changed(teacher=str(directory_of(objective.teacher)))
+    config = dataclasses.replace(config, model=model, objective=objective)
     try:
         done = rehearse(config, arch, Rank(rank=int(rank), world_size=int(gpus)))
     except UserError as error:

@@ -18,7 +18,7 @@ _PIECE = 2**28  # bytes: torch rounds each pinned allocation up to a power of tw
 
 class Ledger:
     """The bytes that this process holds on the device, by name: ``weights``, ``gradients``,
-    ``optimizer``, ``reference``, ``engine weights``, ``engine cache``, ``buckets``.
+    ``optimizer``, ``reference``, ``teacher``, ``engine weights``, ``engine cache``, ``buckets``.
 
     All code that takes or gives back device memory enters it here. ``watchers`` are called after
     each change with the name and the present entries, so that a test can assert what may be on the

@@ -28,6 +28,7 @@ from megatron_dcpo.training.preflight import (
     check_model,
     check_pass_through,
     check_processes,
+    check_teacher,
     check_tokens,
 )
 from megatron_dcpo.training.provenance import check_run_dir, date_of, with_model_here
@@ -151,6 +152,11 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
+    teacher = config.objective.teacher
+    if not allow_missing or Path(teacher).is_dir():
+        check_teacher(config, arch, vocabulary)
+    if teacher:
+        facts["teacher"] = teacher if Path(teacher).is_dir() else f"{teacher} (not here)"
     facts["tokenizer"] = f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
     if unread:
         return facts

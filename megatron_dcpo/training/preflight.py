@@ -14,9 +14,9 @@ from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.source_verifiers import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
-from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.judging.verifiers import check_verifier
-from megatron_dcpo.rollout.tokens import check_vocabulary
+from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.plugins import load_part
 from megatron_dcpo.training.validation import HeldOutProblems
@@ -95,6 +95,45 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
     check_vocabulary(config.model.path, vocabulary, arch.vocab_size)
 
 
+def check_teacher(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
+    """Raise :class:`UserError` when the layout does not divide the teacher, or when its tokens are
+    not the policy's, so that its log-probs would be of other texts.
+    """
+    path = config.objective.teacher
+    if not path:
+        return
+    if not Path(path).is_dir():
+        raise UserError(
+            f"objective.teacher={path} is not a directory; download the model, and name its "
+            "directory"
+        )
+    try:
+        teacher = read_architecture(path)
+        check_layout(teacher, Layout.of(config.parallel))
+        tokens = token_bytes(load_tokenizer(path))
+        check_vocabulary(path, tokens, teacher.vocab_size)
+    except UserError as error:
+        raise UserError(f"objective.teacher={path}: {error}") from None
+    if tokens.table != vocabulary.table:
+        raise UserError(
+            f"objective.teacher={path} has another tokenizer than model.path={config.model.path} "
+            f"({_first_difference(tokens, vocabulary)}); a teacher scores the policy's tokens: "
+            "take one with the same tokenizer"
+        )
+    if teacher.vocab_size < arch.vocab_size:
+        raise UserError(
+            f"objective.teacher={path} has {teacher.vocab_size} embeddings, and the policy can "
+            f"sample {arch.vocab_size} tokens; take a teacher with as many"
+        )
+
+
+def _first_difference(teacher: TokenBytes, policy: TokenBytes) -> str:
+    """Return what the first token that differs is in both vocabularies."""
+    longest = max(len(teacher.table), len(policy.table))
+    token = next(index for index in range(longest) if teacher[index] != policy[index])
+    return f"token {token} is {teacher[token]!r:.40} there and {policy[token]!r:.40} here"
+
+
 def check_lengths(
     config: Config,
     arch: Architecture,
@@ -107,12 +146,28 @@ def check_lengths(
     response = config.rollout.max_response_length
     longest = max((prompt for source in sources for prompt in source.prompts), key=_length)
     _check_positions(config, arch, longest, "rollout.max_response_length", response)
+    _check_positions_of_teacher(config.objective.teacher, _length(longest) + response)
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
         of_benchmarks = max(held_out.prompts.values(), key=_length)
         _check_positions(config, arch, of_benchmarks, name, limit or response, is_benchmark=True)
     return _length(longest)
+
+
+def _check_positions_of_teacher(path: str, tokens: int) -> None:
+    """Raise :class:`UserError` when the longest prompt and response of ``tokens`` are more than the
+    teacher has positions, if there is a teacher here.
+    """
+    if not path or not Path(path).is_dir():
+        return
+    positions = read_architecture(path).max_position_embeddings
+    if tokens > positions:
+        raise UserError(
+            f"objective.teacher={path} has {positions} positions (max_position_embeddings), and "
+            f"the longest prompt and response have {tokens} tokens; lower "
+            "rollout.max_response_length, or take another teacher"
+        )
 
 
 def _length(prompt: Prompt) -> int:

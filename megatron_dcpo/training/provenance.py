@@ -133,9 +133,18 @@ def launch(
         "python": platform.python_version(),
         "libraries": {name: version for name, version in libraries.items() if version},
         "model": model,
+        **_teacher_of(config),
         "data": dict(counts or {}),
         "row_functions": row_functions(config),
     }
+
+
+def _teacher_of(config: RunConfig) -> dict[str, Any]:
+    """Return what defines the teacher, if the run has one."""
+    objective = getattr(config, "objective", None)
+    if objective is None or not objective.teacher:
+        return {}
+    return {"teacher": {"path": objective.teacher, **digests(Path(objective.teacher))}}
 
 
 def row_functions(config: RunConfig) -> dict[str, str]:

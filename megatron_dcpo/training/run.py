@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from megatron_dcpo.training.preflight import (
     check_lengths,
     check_model,
     check_processes,
+    check_teacher,
     check_tokens,
 )
 from megatron_dcpo.training.provenance import date_of
@@ -138,6 +139,7 @@ def build(config: Config) -> Iterator[Run]:
     reference = None
     if any(inputs.method.options.blocks("kl_coef")):
         reference = build_reference(config, optimizer)
+    teacher = build_teacher(config, topology) if config.objective.teacher else None
     # The engine measures how much of the device is free: offload what the rollout does not need
     # before the engine starts.
     offload = Offload(
@@ -156,6 +158,7 @@ def build(config: Config) -> Iterator[Run]:
         policy=policy,
         optimizer=optimizer,
         reference=reference,
+        teacher=teacher,
     )
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
@@ -216,6 +219,7 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
+    check_teacher(config, arch, vocabulary)
     date = date_of(config)
     sources = load_sources(config, tokenizer, date)
     held_out = load_held_out(config, tokenizer, vocabulary, date)
@@ -342,7 +346,16 @@ def build_reference(
         return optimizer.starting_policy
     topology = optimizer.exported.topology
     policy = build_policy(config.model, config.parallel, topology, training=False, reader=reader)
-    return partial(_on_device, policy, on_host(policy))
+    return partial(_on_device, policy, on_host(policy, "reference"))
+
+
+def build_teacher(config: Config, topology: Topology, reader: HFReader | None = None) -> Reference:
+    """Return what opens the teacher: a frozen policy in the policy's layout, whose parameters wait
+    on the host. ``reader``: as for :func:`build_policy`.
+    """
+    model = replace(config.model, path=config.objective.teacher, adapter=None)
+    policy = build_policy(model, config.parallel, topology, training=False, reader=reader)
+    return partial(_on_device, policy, on_host(policy, "teacher"))
 
 
 @contextmanager
@@ -358,6 +371,7 @@ def build_updater(
     policy: Policy,
     optimizer: Optimizer,
     reference: Reference | None,
+    teacher: Reference | None,
 ) -> Updater:
     """Return the updater of the policy."""
     trainer = Trainer(
@@ -371,6 +385,7 @@ def build_updater(
         trainer=trainer,
         method=method,
         reference=reference,
+        teacher=teacher,
         callback=callback,
         config=config,
     )

@@ -30,6 +30,7 @@ LOSS_METRICS = {
     "ratio": "loss/ratio",
     "entropy": "entropy",
     "kl": "loss/kl",
+    "teacher_kl": "loss/teacher_kl",
 }
 
 

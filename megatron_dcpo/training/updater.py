@@ -48,9 +48,10 @@ def load_callback(path: str) -> Callback | None:
 class Updater:
     """Has the ``trainer`` take optimizer steps on samples that the ``method`` scored.
 
-    ``reference`` opens the starting policy, which a KL loss needs. ``callback`` is called before
-    every optimizer step with the updater, the scored mini-batch and the number of the step; it may
-    use the gradient buffers, which are cleared after it, and its numbers are metrics.
+    ``reference`` opens the starting policy, which a KL loss needs, ``teacher`` the policy that is
+    distilled. ``callback`` is called before every optimizer step with the updater, the scored
+    mini-batch and the number of the step; it may use the gradient buffers, which are cleared after
+    it, and its numbers are metrics.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Updater:
         trainer: Trainer,
         method: Method,
         reference: Reference | None,
+        teacher: Reference | None,
         callback: Callback | None,
         config: Config,
     ) -> None:
         self.trainer = trainer
         self.method = method
         self.reference = reference
+        self.teacher = teacher
         self.callback = callback
         self.rollout = config.rollout
         self.updates_per_rollout = config.training.updates_per_rollout
@@ -149,16 +152,32 @@ class Updater:
     def with_ref_logprobs(
         self, samples: Sequence[TrainingSample], reference: Policy
     ) -> list[TrainingSample]:
-        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference, which chooses
-        experts by itself. Collective.
+        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference. Collective."""
+        rows = self._logprobs_of(reference, samples)
+        return [
+            replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
+        ]
+
+    def with_teacher_logprobs(
+        self, samples: Sequence[TrainingSample], teacher: Policy
+    ) -> list[TrainingSample]:
+        """Fill ``teacher_logprobs`` of this rank's samples, by the frozen teacher. Collective."""
+        rows = self._logprobs_of(teacher, samples)
+        return [
+            replaced(sample, teacher_logprobs=rows.get(index))
+            for index, sample in enumerate(samples)
+        ]
+
+    def _logprobs_of(
+        self, frozen: Policy, samples: Sequence[TrainingSample]
+    ) -> dict[int, np.ndarray]:
+        """Return the log-probs of this rank's samples by another policy, which chooses experts by
+        itself. Collective.
         """
         unrouted = [
             replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
         ]
-        rows = self.trainer.logprobs(reference, unrouted)
-        return [
-            replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
-        ]
+        return self.trainer.logprobs(frozen, unrouted)
 
     def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
@@ -231,10 +250,13 @@ class Updater:
         several = len(mini_batches) > 1
         if several and not self.method.needs_old_logprobs and not self._ratio_to_engine:
             mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
-        if self.reference is None:
-            return mini_batches
-        with self.reference() as reference:
-            return [self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches]
+        if self.reference is not None:
+            with self.reference() as reference:
+                mini_batches = [self.with_ref_logprobs(each, reference) for each in mini_batches]
+        if self.teacher is not None:
+            with self.teacher() as teacher:
+                mini_batches = [self.with_teacher_logprobs(each, teacher) for each in mini_batches]
+        return mini_batches
 
     def _call_back(
         self, samples: Sequence[TrainingSample], statistics: UpdateStatistics, step: int

@@ -28,6 +28,7 @@ from megatron_dcpo.config import (
     RolloutConfig,
     TrainingConfig,
 )
+from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.policy import batching, model, output_layer, schedule
 from megatron_dcpo.rehearsal import job
 from megatron_dcpo.rehearsal.inputs import InventedEngine
@@ -215,6 +216,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+TAUGHT = (0, 2)  # of the first and the last of two stages
+
+
+def taught(directory: Path) -> Config:
+    """The configuration of a job on two stages with a wider and deeper teacher."""
+    teacher = directory / "teacher"
+    teacher.mkdir(exist_ok=True)
+    larger = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12}
+    (teacher / "config.json").write_text(json.dumps(SHAPE | larger))
+    objective = ObjectiveConfig(teacher=str(teacher), distill_coef_reasoning=1.0)
+    config = config_of(directory, pipeline_model_parallel_size=2)
+    return dataclasses.replace(config, objective=objective)
+
+
 def rehearsed(config: Config, rank: int) -> dict[str, Any]:
     arch = read_architecture(config.model.path)
     try:
@@ -231,6 +246,8 @@ def main(directory: Path) -> None:
         with planted():
             found[name] = rehearsed(config_of(directory), rank=0)
             gc.collect()
+    for rank in TAUGHT:
+        found[f"taught, rank {rank}"] = rehearsed(taught(directory), rank=rank)
     with FAULTS["chunks_by_the_tokens_of_a_rank"]():
         found["last tensor-parallel rank"] = rehearsed(config_of(directory), rank=1)
     for name, (rank, parallel) in LAYOUTS.items():

@@ -172,7 +172,7 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
 
     before = {"state": digest(trainer.state()), "reference": digest(frozen)}
     bytes_held, device = [held()], [memory_gb().get("device", 0.0)]
-    parked = on_host(reference)
+    parked = on_host(reference, "reference")
     bytes_held.append(held())
     away = Offload(trainer.policy, trainer.optimizer.megatron, wanted=True)
     away.offload()

@@ -111,6 +111,14 @@ def test_layouts_run_through(found: dict[str, Any], layout: str) -> None:
     assert "stopped" not in found[layout], found[layout]
 
 
+def test_a_wider_teacher_runs_through_the_stages(found: dict[str, Any]) -> None:
+    """Its pass computes more than the policy's."""
+    for rank, plain in ((0, "first stage"), (2, "last stage")):
+        taught = found[f"taught, rank {rank}"]
+        assert "stopped" not in taught, taught
+        assert phase(taught)["flops"] > 1.3 * phase(found[plain])["flops"]
+
+
 def test_recomputation_holds_less(found: dict[str, Any]) -> None:
     assert phase(found["full recomputation"])["peak"] < phase(found["none"])["peak"]
 

@@ -57,6 +57,7 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
         trainer=trainer,
         method=objective(**{"name": "dcpo", **options}),
         reference=None,
+        teacher=None,
         callback=None,
         config=dataclasses.replace(config, training=training),
     )

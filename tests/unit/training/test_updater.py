@@ -73,6 +73,7 @@ def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> S
         trainer=trainer,
         method=objective(),
         reference=None,
+        teacher=None,
         callback=None,
         config=dataclasses.replace(config, training=options),
     )
