@@ -31,6 +31,7 @@ from megatron_dcpo.errors import (
     Stopped,
     UserError,
     did_you_mean,
+    nearest,
     one_line,
     pip_install,
 )
@@ -134,10 +135,11 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     called = next((word for word in words if not word.startswith("-")), None)
     if called is not None and called not in VERBS:
-        known = ", ".join(VERBS)
+        near = nearest(called, VERBS, cutoff=0.6)
+        hint = f"; did you mean {near!r}?" if near else ""
         parser.exit(
             EXIT_USER_ERROR,
-            f"dcpo: error: unknown verb {called!r}{did_you_mean(called, VERBS)}; known: {known}\n",
+            f"dcpo: error: unknown verb {called!r}{hint}; known: {', '.join(VERBS)}\n",
         )
     for verb, text in VERBS.items():
         if verb == called:

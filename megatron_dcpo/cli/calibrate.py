@@ -32,7 +32,17 @@ def add_parser(subparsers: Subparsers) -> None:
         "evaluate --repeats 20 --features.",
     )
     parser.add_argument(
-        "--samples", nargs="+", metavar="FILE", required=True, help="samples.jsonl of an evaluation"
+        "--samples",
+        nargs="+",
+        metavar="FILE",
+        required=True,
+        help="samples.jsonl of an evaluation, a log of Inspect or lm-eval, or a table",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="OURS=THEIRS,...",
+        help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind; "
+        "verl, trl, lighteval or verifiers: theirs",
     )
     parser.add_argument(
         "--kind",
@@ -110,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_given(args, ["epochs"], "goes with --kind confclass, and is the most of its passes")
     from megatron_dcpo.cli.tables import show_scores
     from megatron_dcpo.evaluation.fitting import PosthocFit, fit_on_files
+    from megatron_dcpo.evaluation.foreign import parse_columns
 
     options = PosthocFit(
         method=args.kind,
@@ -118,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         epochs=args.epochs or _EPOCHS,
         kinds_by=args.kinds or args.task_column or "",
+        columns=parse_columns(args.columns) if args.columns else None,
     )
     scores = fit_on_files(args.samples, args.out, options)
     show_scores("predictor", args.out, scores.rows, scores.kinds, as_json=args.json)

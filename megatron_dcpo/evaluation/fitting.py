@@ -5,7 +5,7 @@ were held out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ _INPUTS = ("mean", "full", *posthoc_predictors.FEATURES)
 class PosthocFit:
     """What is fitted: the ``method`` (``posthoc_predictors.METHODS``), its ``source``, and the
     share of the problems that is ``held_out``. ``kinds_by`` names the kinds of problem of the
-    scores.
+    scores, ``columns`` those of a table (``foreign.read_any``).
     """
 
     method: str = "logistic"
@@ -40,6 +40,7 @@ class PosthocFit:
     seed: int = 0
     epochs: int = 200
     kinds_by: str = ""
+    columns: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
     """
     if options.source and options.source.partition(":")[0] not in _INPUTS:
         parse_kinds(options.source)
-    samples = [sample for path in files for sample in read_any(path)]
+    samples = [sample for path in files for sample in read_any(path, options.columns)]
     kinds = checked_kinds(samples, options.kinds_by)
     predictor, held_out = posthoc_predictors.fit(
         options.method,

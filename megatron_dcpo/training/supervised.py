@@ -254,7 +254,7 @@ def fine_tune(config: SupervisedConfig) -> None:
     with build(config, read_inputs(config)) as run:
         train_steps(
             run,
-            without_effect=supervised_without_effect(run.config),
+            without_effect=supervised_without_effect(config),  # before steps come from epochs
             start=partial(_start, run),
             step=partial(train_step, run),
         )

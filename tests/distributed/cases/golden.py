@@ -119,7 +119,9 @@ def run(options: dict[str, Any]) -> Any:
     result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
     others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
     trainer = Trainer(policy, optimizer, config.parallel, training)
-    first = Updater(trainer, build_method(ObjectiveConfig()), None, None, config)
+    first = Updater(
+        trainer, build_method(ObjectiveConfig()), None, teacher=None, callback=None, config=config
+    )
     with_old = with_old_logprobs(first, samples)
     new = [sample.old_logprobs for sample in with_old]
     result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
@@ -129,7 +131,7 @@ def run(options: dict[str, Any]) -> Any:
     ]
     for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
-        updater = Updater(trainer, method, None, None, config)
+        updater = Updater(trainer, method, None, teacher=None, callback=None, config=config)
         statistics = UpdateStatistics()
         updater.update_once(method.score(golden), statistics, step=1)
         result["losses"][name] = statistics.losses[0]
