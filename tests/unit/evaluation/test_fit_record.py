@@ -169,3 +169,15 @@ def test_a_damaged_record_is_no_predictor(tmp_path: Path, fitted_on: object) -> 
         Posthoc.load(tmp_path / "e.npz")
     replace(predictor, record=None).save(tmp_path / "f.npz")
     assert Posthoc.load(tmp_path / "f.npz").record is None
+
+
+def test_a_table_is_fitted_on_by_the_names_of_its_columns(tmp_path: Path) -> None:
+    rows = [f"{number},{number % 3 > 0:d},{0.2 + number % 5 / 8}" for number in range(60)]
+    table = tmp_path / "mine.csv"
+    table.write_text("\n".join(["id,is_right,p_true", *rows]) + "\n")
+    out = tmp_path / "fitted.npz"
+    command = ["calibrate", "--samples", str(table), "--out", str(out)]
+    command += ["--kind", "platt", "--source", "verbal"]
+    assert main(command) == 2
+    assert main([*command, "--columns", "correct=is_right,confidence=p_true"]) == 0
+    assert out.is_file()
