@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 
 from megatron_dcpo import __version__
 from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
-from megatron_dcpo.config import RunConfig, flat, to_yaml
+from megatron_dcpo.config import Config, RunConfig, flat, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
@@ -141,10 +141,10 @@ def launch(
 
 def _teacher_of(config: RunConfig) -> dict[str, Any]:
     """Return what defines the teacher, if the run has one."""
-    objective = getattr(config, "objective", None)
-    if objective is None or not objective.teacher:
+    if not isinstance(config, Config) or not config.objective.teacher:
         return {}
-    return {"teacher": {"path": objective.teacher, **digests(Path(objective.teacher))}}
+    teacher = config.objective.teacher
+    return {"teacher": {"path": teacher, **digests(Path(teacher))}}
 
 
 def row_functions(config: RunConfig) -> dict[str, str]:

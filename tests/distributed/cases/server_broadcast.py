@@ -129,6 +129,7 @@ def train(options: dict[str, Any], groups: list[Gloo]) -> dict[str, Any]:
         mock.patch.object(device, "_CPU", device._GPU),
         mock.patch.object(distributed, "topology", return_value=SimpleNamespace(rank=0)),
         mock.patch.object(distributed, "barrier"),
+        mock.patch.object(distributed, "max_over_ranks", lambda value: value),
         mock.patch.object(distributed, "broadcast_object", lambda value: value),
         mock.patch.object(server_tensors, "MESSAGE_BYTES", options["message_bytes"]),
         mock.patch.object(server_tensors, "CALL_BYTES", options["call_bytes"]),

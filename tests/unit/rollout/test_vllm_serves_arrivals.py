@@ -15,6 +15,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.arrivals import Arrivals, EngineCall, StopTexts
 from megatron_dcpo.rollout.engine import Engine, SlotSteps
 from megatron_dcpo.rollout.sampling import SamplingConfig
+from megatron_dcpo.rollout.server_gate import RequestGate
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.types import Prompt, Response
@@ -191,6 +192,7 @@ def test_a_server_gets_each_call_as_a_request_with_its_tokens_and_texts() -> Non
         return {"choices": [choice | {"logprobs": {"token_logprobs": logprobs}}]}
 
     server = ServerEngine.__new__(ServerEngine)
+    server.gate = RequestGate()
     server.server = SimpleNamespace(
         check_version=lambda version: None, complete=complete, model="m", url=""
     )  # type: ignore[assignment]
