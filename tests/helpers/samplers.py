@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.objectives.method import SCORES
 from megatron_dcpo.rollout.engine import PartialRollout, Samples, SamplingConfig, append_segment
+from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation
@@ -32,6 +34,14 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def without_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the first and only rank for the client of a server, without a group."""
+    monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
+    monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
+    monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
 
 
 def length_of(prompt_id: str, index: int) -> int:

@@ -18,6 +18,7 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.training.checkpointer import MegatronModel
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
+from tests.helpers.saving import unrefreshed
 
 RUN = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
 
@@ -72,12 +73,3 @@ def update(policy: Any, optimizer: Any) -> None:
     else:
         optimizer.megatron.step()
     optimizer.scheduler.step(1)
-
-
-def unrefreshed(plan: Any, directory: Path, parts: list[Any]) -> list[Any]:
-    buckets = []
-    for file in plan.files:
-        objects = [(item, stream) for item, _, stream in file.objects]
-        tensors = [(item, host) for item, _, host in file.tensors]
-        buckets.append((str(directory / file.name), file.name, (objects, tensors)))
-    return buckets

@@ -28,6 +28,7 @@ from megatron_dcpo.checkpoints.staleness import (
 )
 from megatron_dcpo.errors import UserError
 from tests.helpers.samplers import one_rank
+from tests.helpers.saving import unrefreshed
 from tests.unit.checkpoints.test_saver import saver_in
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
@@ -110,15 +111,6 @@ def test_a_writer_that_keeps_its_first_copies_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copies on the host are kept for the next save, which has to refresh them."""
-
-    def unrefreshed(plan: Any, directory: Path, parts: list[Any]) -> list[Any]:
-        buckets = []
-        for file in plan.files:
-            objects = [(item, stream) for item, _, stream in file.objects]
-            tensors = [(item, host) for item, _, host in file.tensors]
-            buckets.append((str(directory / file.name), file.name, (objects, tensors)))
-        return buckets
-
     monkeypatch.setattr(module, "_refreshed", unrefreshed)
     training, saver = Training(), saver_in(tmp_path, background=True)
     training.step()

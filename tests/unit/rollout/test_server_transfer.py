@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from megatron_dcpo.rollout import server_tensors, vllm_server
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.rollout.server_tensors import connection, described, in_calls, packed
 from megatron_dcpo.rollout.vllm_server import ServerEngine, _address_towards
-from megatron_dcpo.runtime import device, distributed
+from megatron_dcpo.runtime import device
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.packed import WORKER_STREAMS, broadcasts
@@ -32,6 +32,7 @@ from megatron_dcpo.weights.table import hf_shapes, stored_shapes
 from tests.helpers.checkpoints import save_model
 from tests.helpers.packed import unpacked
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import without_others
 
 POLICY = QUICKSTART / "policy"
 ARCH = read_architecture(POLICY)
@@ -131,10 +132,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(vllm_server, "_REFUSED_SECONDS", 0.1)
     monkeypatch.setattr(server_tensors, "MESSAGE_BYTES", MESSAGE_BYTES)
     monkeypatch.setattr(server_tensors, "CALL_BYTES", CALL_BYTES)
-    monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
-    monkeypatch.setattr(distributed, "barrier", lambda: None)
-    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
-    monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
+    without_others(monkeypatch)
     return made
 
 

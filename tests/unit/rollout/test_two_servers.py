@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_server
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
-from megatron_dcpo.runtime import distributed
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes
 from tests.helpers.engine_server import Served
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import without_others
 
 POLICY = QUICKSTART / "policy"
 PROMPTS = [Prompt(name, (), ids, "5", "") for name, ids in (("p", (1, 2)), ("q", (3,)))]
@@ -38,10 +37,7 @@ def servers() -> Iterator[tuple[Served, Served]]:
 
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
-    monkeypatch.setattr(distributed, "barrier", lambda: None)
-    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
-    monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
+    without_others(monkeypatch)
 
 
 def engine_of(rank: int, directory: Path, *servers: Served) -> ServerEngine:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ from megatron_dcpo.rollout import server_gate
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
 from megatron_dcpo.rollout.server_gate import RequestGate, Withdrawal
 from megatron_dcpo.rollout.vllm_server import ServerEngine
-from megatron_dcpo.runtime import distributed
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.engine_server import Served
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import without_others
 from tests.unit.rollout.test_two_servers import changed_weights
 
 POLICY = QUICKSTART / "policy"
@@ -35,10 +34,7 @@ SECONDS = 0.02  # of a step of the server's engine
 
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
-    monkeypatch.setattr(distributed, "barrier", lambda: None)
-    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
-    monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
+    without_others(monkeypatch)
 
 
 @pytest.fixture
