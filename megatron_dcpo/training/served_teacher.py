@@ -57,7 +57,7 @@ class ServedTeacher:
         with self._naming_the_server():
             for start in range(0, tokens, _TOKENS_AT_ONCE):
                 self._check_tokens(range(start, min(start + _TOKENS_AT_ONCE, tokens)), decode)
-            self._logprobs(TokenSequence(np.array([0, 0]), np.array([0])))
+            self.read(TokenSequence(np.array([0, 0]), np.array([0])))
 
     def positions(self) -> int:
         """Return the most tokens of a prompt and what is sampled behind it. Raises
@@ -134,10 +134,10 @@ class ServedTeacher:
 
     def _of_sample(self, sample: TrainingSample) -> np.ndarray:
         """Return the log-probs of a response, each segment behind its own context."""
-        parts = [self._logprobs(sequence) for sequence in sample.sequences]
+        parts = [self.read(sequence) for sequence in sample.sequences]
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
-    def _logprobs(self, sequence: TokenSequence) -> np.ndarray:
+    def read(self, sequence: TokenSequence) -> np.ndarray:
         """Return the log-probs of the tokens behind the ``places`` of a sequence, float32. Raises
         HttpError.
         """
