@@ -263,7 +263,8 @@ def test_a_teacher_behind_vllm_says_what_transformers_says(tmp_path: Path) -> No
     base = endpoint.removesuffix("/v1")
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     command = [
-        *(Path(sys.executable).with_name("vllm"), "serve", POLICY, "--dtype", "float32"),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", POLICY),
+        *("--dtype", "float32"),
         *("--port", base.rpartition(":")[2], "--max-model-len", "256"),
     ]
     server = subprocess.Popen(list(map(str, command)), env=os.environ | {"HF_HUB_OFFLINE": "1"})
