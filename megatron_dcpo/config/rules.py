@@ -683,7 +683,8 @@ def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
     if value == "std" and "forecast" in templates:
         return (
             f"objective.{name}=std with data.template=forecast drives what is stated to 0 or 1: "
-            "all responses to a problem have one outcome; set mean (docs/forecasts.md)"
+            "all responses to a problem have one outcome; set mean "
+            "(docs/bring_your_own.md#forecasts)"
         )
     if "calibration_loss" in method.reads and options.calibration_loss == "l1":
         return (

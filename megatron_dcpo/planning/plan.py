@@ -172,8 +172,8 @@ class Plan:
     @property
     def step_range(self) -> tuple[float, float]:
         """Return the least and the most seconds that a step may take: no published step of a known
-        model was farther from what the other settings predict (docs/published_steps.md), and no
-        step of ours has been measured.
+        model was farther from what the other settings predict
+        (docs/plan.md#against-published-steps), and no step of ours has been measured.
         """
         return self.step * (1 - UNCERTAIN), self.step * (1 + UNCERTAIN)
 

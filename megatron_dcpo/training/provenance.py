@@ -328,15 +328,18 @@ def record_start(
     counts: Mapping[str, int],
 ) -> None:
     """Write ``config.yaml`` and add an entry to ``run.json``. When a run is resumed, warn of the
-    options that differ, and keep a dated copy of the configuration that is replaced.
+    options that differ, and keep a dated copy of the configuration that is replaced. A run that is
+    done keeps the configuration that it was trained with.
     """
+    changed = {}
+    for name, old, new in differences(directory, config) if done else ():
+        if name not in ("run_dir", "training.resume"):
+            changed[name] = (old, new)
+    if done >= config.training.steps:
+        _say_that_it_is_done(changed)
+        return
     entry = launch(config, processes, done, counts)
     path = directory / CONFIG
-    changed = {}
-    if done:
-        for name, old, new in differences(directory, config):
-            if name not in ("run_dir", "training.resume"):
-                changed[name] = (old, new)
     for name, (old, new) in changed.items():
         if not name.startswith(FREE):
             logger.warning("resumed with %s=%s, before %s", name, new, old)
@@ -357,6 +360,13 @@ def record_start(
     write_atomically(path, to_yaml(config))
     launches = [*read_launches(directory), entry]
     write_atomically(directory / RUN, json.dumps({"launches": launches}, indent=1) + "\n")
+
+
+def _say_that_it_is_done(changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Name the options that change nothing about a run that is done."""
+    for name, (old, new) in changed.items():
+        if not name.startswith((*FREE, "evaluation.")):
+            logger.warning("%s=%s changes nothing: the run is done, with %s", name, new, old)
 
 
 def move_aside(directory: Path) -> Path | None:
