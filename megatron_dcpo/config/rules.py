@@ -715,6 +715,19 @@ def a_coefficient_of_distillation_needs_a_teacher(config: Config) -> Problem:
     return None
 
 
+@rule("train")
+def a_served_teacher_reads_at_temperature_one(config: Config) -> Problem:
+    """A server's log-probs of a prompt are those of the logits as they are."""
+    temperature = config.rollout.temperature
+    if config.objective.teacher_is_served and temperature != 1:
+        return (
+            f"objective.teacher={config.objective.teacher} is a server, whose log-probs of what "
+            f"was sampled are at temperature 1; rollout.temperature={temperature:g} needs a "
+            "teacher in a directory"
+        )
+    return None
+
+
 def _is_uncorrected(config: Config) -> bool:
     """Return whether the loss takes sampled tokens as the trained policy's own."""
     objective = resolve(config.objective)

@@ -157,9 +157,10 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     check_tokens(config, arch, vocabulary)
     teacher = config.objective.teacher
     if not allow_missing or Path(teacher).is_dir():
-        check_teacher(config, arch, vocabulary)
-    if teacher:
-        facts["teacher"] = teacher if Path(teacher).is_dir() else f"{teacher} (not here)"
+        check_teacher(config, arch, tokenizer)
+        facts["teacher"] = teacher
+    elif teacher:
+        facts["teacher"] = f"{teacher} (not here)"
     facts["tokenizer"] = f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
     if unread:
         return facts

@@ -36,6 +36,7 @@ from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.http_json import without_password
 from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import (
     CONFIG,
@@ -144,6 +145,8 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
     if not isinstance(config, Config) or not config.objective.teacher:
         return {}
     teacher = config.objective.teacher
+    if config.objective.teacher_is_served:
+        return {"teacher": {"url": without_password(teacher)}}
     return {"teacher": {"path": teacher, **digests(Path(teacher))}}
 
 
@@ -285,6 +288,13 @@ def check_resume(directory: Path, config: RunConfig) -> None:
                 f"model.path={hub.exact_name(path)}; name that one to resume, or another run_dir "
                 "to start again"
             )
+    teacher = _teacher_of(config).get("teacher", {})
+    taught_by = launches[-1].get("teacher", {}) if launches else {}
+    if teacher.get("path") == taught_by.get("path") and teacher != taught_by:
+        raise UserError(
+            f"objective.teacher={teacher['path']} is another model than when {directory} was "
+            "started; bring that one back to resume, or name the new one by another path"
+        )
     for name, old, new in differences(directory, config):
         if name == METHOD:
             raise UserError(

@@ -26,12 +26,14 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.plugins import check_signature, load_object, raised
 from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.training.mismatch import LARGEST, mismatch_statistics
+from megatron_dcpo.training.served_teacher import ServedTeacher
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.types import MicroBatch, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
 Reference = Callable[[], AbstractContextManager[Policy]]
+Teacher = Callable[[], AbstractContextManager[Policy | ServedTeacher]]
 # updater, scored mini-batch, step -> metrics
 Callback = Callable[["Updater", Sequence[TrainingSample], int], Mapping[str, float]]
 
@@ -59,7 +61,7 @@ class Updater:
         trainer: Trainer,
         method: Method,
         reference: Reference | None,
-        teacher: Reference | None,
+        teacher: Teacher | None,
         callback: Callback | None,
         config: Config,
     ) -> None:
@@ -159,10 +161,14 @@ class Updater:
         ]
 
     def with_teacher_logprobs(
-        self, samples: Sequence[TrainingSample], teacher: Policy
+        self, samples: Sequence[TrainingSample], teacher: Policy | ServedTeacher
     ) -> list[TrainingSample]:
         """Fill ``teacher_logprobs`` of this rank's samples, by the frozen teacher. Collective."""
-        rows = self._logprobs_of(teacher, samples)
+        if isinstance(teacher, ServedTeacher):
+            indices, _ = self.trainer.deal(samples)
+            rows = teacher.logprobs(samples, indices)
+        else:
+            rows = self._logprobs_of(teacher, samples)
         return [
             replaced(sample, teacher_logprobs=rows.get(index))
             for index, sample in enumerate(samples)

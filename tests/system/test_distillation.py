@@ -99,6 +99,16 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(teacher: Path, tmp_pa
     assert without_clocks(resumed) == without_clocks(whole)
     launches = json.loads((tmp_path / "parts" / "run.json").read_text())
     assert "teacher" in json.dumps(launches)
+    other = Path(shutil.copytree(teacher, tmp_path / "other"))
+    train(tmp_path / "third", COEF, f"objective.teacher={other}", "training.steps=1")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    done = run(
+        *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'third'}"),
+        *("--resume", "auto", COEF, f"objective.teacher={other}", "training.steps=2"),
+    )
+    assert done.returncode == 2
+    assert f"objective.teacher={other}" in done.stderr
 
 
 @pytest.mark.parametrize(
