@@ -244,7 +244,7 @@ class AgentsConfig:
     """Calls of a session; the next one is refused."""
     asks_confidence: bool | Literal["turns"] = True
     """Ask the policy for the confidence that it has not stated at the end of a session; turns:
-    behind each earlier answer of it too, where the agent does not see it.
+    after each earlier answer of it too, where the agent does not see it.
     """
 
     @property

@@ -138,7 +138,7 @@ def _reasoned(last: Message, reasoning: object, where: str) -> Message:
     thinks = any(end in last["content"] for _, end in THINKING)
     if thinks and any(key in last for key in REASONING):
         raise UserError(
-            f"{where} has reasoning beside a response whose text thinks already; remove one, "
+            f"{where} has reasoning next to a response whose text thinks already; remove one, "
             "data.columns={reasoning: ''} leaves out the column"
         )
     return last

@@ -174,7 +174,7 @@ def _results(row: Mapping[str, Any]) -> list[list[str]]:
         for turn in _turns_of(row, name):
             prefix = f"evaluation/{name}/turn_{turn}_"
             values = [format_value(key, row.get(f"{prefix}{key}")) for key in _SHOWN]
-            rows.append([_cell(f"{name}, behind turn {turn}"), *values])
+            rows.append([_cell(f"{name}, after turn {turn}"), *values])
     return rows
 
 

@@ -361,7 +361,7 @@ class Session:
             "context_length_exceeded",
             # verifiers looks for the words "context length"
             f"this session has no tokens left: its context length is "
-            f"{self.limits.response_tokens} behind its first prompt "
+            f"{self.limits.response_tokens} after its first prompt "
             f"(rollout.max_response_length), {self.limits.sequence_tokens} in all",
         )
 

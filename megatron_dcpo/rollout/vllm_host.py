@@ -131,7 +131,7 @@ def cache_bytes(arch: Architecture, options: EngineOptions, available: int, rank
         raise UserError(
             f"no memory for vLLM on this host: a rank's part of {available / 1e9:.1f} GB "
             f"available ({ranks} ranks) leaves "
-            f"{max(share, 0) / 1e9:.2f} GB beside the weights; a request of {longest} tokens "
+            f"{max(share, 0) / 1e9:.2f} GB next to the weights; a request of {longest} tokens "
             f"takes {request / 1e9:.2f} GB. "
             "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, "
             "--max-tokens) or take the "
