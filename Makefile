@@ -67,7 +67,7 @@ smollm2-served: setup
 serve: setup
 	$(BIN)/python examples/serve/run.py
 
-# a policy that learns to call a tool: supervised training, then DCPO over two turns; about five minutes on two cores
+# a policy that learns to call a tool: supervised training, then DCPO over two turns; ten to fifteen minutes on two cores
 calculator: setup
 	PYTHON=$(BIN)/python examples/calculator/run.sh
 

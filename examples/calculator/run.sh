@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The calculator from start to end: demonstrations of the form, supervised training, DCPO, a picture.
-#   examples/calculator/run.sh        (about fifteen minutes on two cores)
+#   examples/calculator/run.sh        (ten to fifteen minutes on two cores)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}

@@ -23,7 +23,7 @@ from megatron_dcpo.cli.evaluate_options import (
     overrides_of,
 )
 from megatron_dcpo.cli.evaluation_tables import print_evaluation
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import EXIT_INTERRUPTED, UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
 
@@ -263,15 +263,19 @@ def run(args: argparse.Namespace) -> int:
     if not samples:
         check_options_of_source(arguments, config)
         check_scores_are_judged(arguments, config)
-    with _progress() as progress:
-        evaluation = run_evaluation(
-            config,
-            samples=samples,
-            judge_again=judge_again,
-            fresh=arguments.get("fresh", False),
-            progress=progress,
-            columns=named,
-        )
+    try:
+        with _progress() as progress:
+            evaluation = run_evaluation(
+                config,
+                samples=samples,
+                judge_again=judge_again,
+                fresh=arguments.get("fresh", False),
+                progress=progress,
+                columns=named,
+            )
+    except KeyboardInterrupt:
+        print("dcpo evaluate: interrupted; the same command continues", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if not evaluation:  # on a rank other than the first
         return 0
     if args.json:

@@ -67,8 +67,8 @@ def test_the_card_has_a_row_for_each_turn() -> None:
     rows = _results(row)
     assert [cells[0] for cells in rows] == [
         "toy, verbal",
-        "toy, behind turn 2",
-        "toy, behind turn 10",
+        "toy, after turn 2",
+        "toy, after turn 10",
     ]
     assert rows[1][2] == "0.125"
     assert rows[1][-1] == "7"
