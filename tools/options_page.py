@@ -96,7 +96,10 @@ def page() -> str:
             + " set by |"
         )
         parts.append("|---|---|---|---|" + ("---|" if readers else "") + "---|")
+        shared = shared_options(section)
         for option in options(section):
+            if option in shared:
+                continue
             cells = [
                 f"`{option.name.removeprefix(section + '.')}`",
                 option.kind,
@@ -111,8 +114,31 @@ def page() -> str:
                 )
                 + " |"
             )
+        if shared:
+            listed = ", ".join(f"`{option.name.rpartition('.')[2]}`" for option in shared)
+            above = section.partition(".")[2]
+            parts += ["", wrapped(f"And {listed}, which are those of [{above}](#{above}).")]
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def shared_options(section: str) -> list[Option]:
+    """The options of a section of ``dcpo sft`` or ``evaluate`` that the training's section of that
+    name declares with the same default and meaning.
+    """
+    verb, _, above = section.partition(".")
+    if verb not in ("sft", "evaluate") or above not in sections():
+        return []
+    of_training = {
+        (option.name.rpartition(".")[2], option.kind, option.default, option.meaning)
+        for option in options(above)
+    }
+    return [
+        option
+        for option in options(section)
+        if (option.name.rpartition(".")[2], option.kind, option.default, option.meaning)
+        in of_training
+    ]
 
 
 def wrapped(text: str) -> str:
