@@ -17,6 +17,7 @@ from tests.helpers.paths import REPOSITORY
 WITH_COMMANDS = [page for page in map(read_page, PAGES) if page.commands]
 # what the reader brings, by page
 READERS_OWN = {
+    "docs/algorithms.md": {"my_run.yaml"},
     "docs/conversion.md": {"runs/x/checkpoints"},
     "docs/evaluate.md": {"pairs.jsonl", "runs/other", "runs/train/samples.jsonl"},
     "docs/metrics.md": {"runs/eval", "runs/fit/samples.jsonl", "runs/other"},
