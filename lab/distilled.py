@@ -48,7 +48,7 @@ class Distillation(Lab):
         """
         if cell.method == "imitation":
             return [
-                *("sft", "--config", str(EXAMPLES / "imitation.yaml"), "--resume", "auto"),
+                *("sft", "--config", str(EXAMPLES / "sft.yaml"), "--resume", "auto"),
                 *(f"run_dir={self.directory(cell)}", f"seed={cell.seed}"),
                 *(f"model.path={self.policy(cell)}", f"data.path={self.imitated}"),
                 "model.transformer_impl=local",

@@ -22,13 +22,14 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.plugins import load_part
-from megatron_dcpo.training.served_teacher import ServedTeacher
 from megatron_dcpo.training.validation import HeldOutProblems
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import check_layout
+
+SERVED_TEACHER = "megatron_dcpo.training.served_teacher:ServedTeacher"
 
 
 def check_processes(config: RunConfig, processes: int | None) -> None:
@@ -108,7 +109,7 @@ def check_teacher(config: Config, arch: Architecture, tokenizer: PreTrainedToken
     if not path:
         return
     if config.objective.teacher_is_served:
-        ServedTeacher.before_a_run(path).check(
+        load_part(SERVED_TEACHER).before_a_run(path).check(
             len(vocabulary.table), lambda ids: str(tokenizer.decode(ids))
         )
         return
@@ -172,7 +173,7 @@ def _check_positions_of_teacher(objective: ObjectiveConfig, tokens: int) -> None
     path = objective.teacher
     if objective.teacher_is_served:
         positions = (
-            ServedTeacher.before_a_run(path).positions() - 1
+            load_part(SERVED_TEACHER).before_a_run(path).positions() - 1
         )  # it samples one token behind them
     elif path and Path(path).is_dir():
         positions = read_architecture(path).max_position_embeddings

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from megatron_dcpo.training.checkpointer import Checkpointer, Identity, Megatron
 from megatron_dcpo.training.generation import Agents, Generation, Stream
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
+    SERVED_TEACHER,
     check_lengths,
     check_model,
     check_processes,
@@ -51,7 +52,6 @@ from megatron_dcpo.training.rollouts import (
 )
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.selection import Selection
-from megatron_dcpo.training.served_teacher import ServedTeacher
 from megatron_dcpo.training.sources import (
     LoadedSource,
     build_draw,
@@ -62,7 +62,15 @@ from megatron_dcpo.training.sources import (
     trained_problems,
 )
 from megatron_dcpo.training.trainer import Trainer
-from megatron_dcpo.training.updater import Callback, Reference, Teacher, Updater, load_callback
+from megatron_dcpo.training.updater import (
+    Callback,
+    Reading,
+    Reference,
+    Teacher,
+    Updater,
+    load_callback,
+    logprobs_of,
+)
 from megatron_dcpo.training.validation import HeldOutProblems, Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
@@ -355,9 +363,20 @@ def teacher_of(config: Config, topology: Topology) -> Teacher | None:
     if not config.objective.teacher:
         return None
     if config.objective.teacher_is_served:
-        served = ServedTeacher(url=config.objective.teacher, replica=topology.dp_rank)
-        return lambda: nullcontext(served)
-    return build_teacher(config, topology)
+        opened: Teacher = load_part(SERVED_TEACHER)(config.objective.teacher).opened
+        return opened
+    return reading_of(build_teacher(config, topology))
+
+
+def reading_of(frozen: Reference) -> Teacher:
+    """Return what opens a frozen policy as a teacher."""
+
+    @contextmanager
+    def opened() -> Iterator[Reading]:
+        with frozen() as policy:
+            yield partial(logprobs_of, policy)
+
+    return opened
 
 
 def build_teacher(config: Config, topology: Topology, reader: HFReader | None = None) -> Reference:

@@ -16,6 +16,8 @@ import numpy as np
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.training.trainer import Trainer
+from megatron_dcpo.training.updater import Reading
 from megatron_dcpo.types import TokenSequence, TrainingSample
 
 Decode = Callable[[list[int]], str]  # the text of token ids
@@ -29,13 +31,11 @@ _TOKENS_AT_ONCE = 4096  # of the vocabulary, in a comparison
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """The teacher at ``url``, an address with or without ``/v1``. ``replica`` is the number of the
-    data-parallel replica of this rank, whose ranks share the requests for their samples;
-    ``attempts`` are those of each request.
+    """The teacher at ``url``, an address with or without ``/v1``. ``attempts`` are those of each
+    request.
     """
 
     url: str
-    replica: int = 0
     attempts: int = _ATTEMPTS
     collectives: Collectives = field(default_factory=Collectives)
 
@@ -68,6 +68,11 @@ class ServedTeacher:
             return int(model["max_model_len"])
 
     @contextmanager
+    def opened(self) -> Iterator[Reading]:
+        """Yield what reads samples: nothing has to be brought to the device."""
+        yield self.logprobs
+
+    @contextmanager
     def _naming_the_server(self) -> Iterator[None]:
         try:
             yield
@@ -96,13 +101,16 @@ class ServedTeacher:
         )
 
     def logprobs(
-        self, samples: Sequence[TrainingSample], indices: Sequence[int]
+        self, trainer: Trainer, samples: Sequence[TrainingSample]
     ) -> dict[int, np.ndarray]:
-        """Return the log-probs float32 [T_i] of the samples at ``indices``, which are those of this
-        rank's replica. Collective. Raises :class:`UserError` on all ranks when the server fails.
+        """Return the log-probs float32 [T_i] of this rank's samples, by their index. Its replica
+        shares the requests. Collective. Raises :class:`UserError` on all ranks when the server
+        fails.
         """
-        replicas = self.collectives.gather(self.replica)
-        peers = [rank for rank in self.collectives.ranks if replicas[rank] == self.replica]
+        indices, _ = trainer.deal(samples)
+        replica = trainer.topology.dp_rank
+        replicas = self.collectives.gather(replica)
+        peers = [rank for rank in self.collectives.ranks if replicas[rank] == replica]
         shares = [indices[place :: len(peers)] for place in range(len(peers))]
         here: dict[int, np.ndarray] = {}
         problem = ""
