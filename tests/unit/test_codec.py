@@ -157,7 +157,7 @@ def test_a_row_of_another_version_is_refused(version: object, tmp_path: Path) ->
 
 
 def test_every_key_is_documented() -> None:
-    page = (REPOSITORY / "docs" / "samples.md").read_text()
+    page = (REPOSITORY / "docs" / "evaluate.md").read_text()
     documented = set(re.findall(r"`(\w+)`", page))
     keys = {"version", "training_step", "pieces"}
     for kind in (Prompt, Response, Judgement, Measures, Origin):
