@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.codec import VERSION
-from megatron_dcpo.evaluation import rollouts
+from megatron_dcpo.evaluation import shown_rollouts
 from megatron_dcpo.evaluation.report import render_report
-from megatron_dcpo.evaluation.rollouts import rollouts_of
 from megatron_dcpo.evaluation.runs import find_runs
+from megatron_dcpo.evaluation.shown_rollouts import rollouts_of
 from tests.helpers.evaluated import trained
 from tests.helpers.paths import FIXTURES
 
@@ -81,7 +81,7 @@ def test_a_session_has_its_tools_its_turns_and_both_advantages() -> None:
 def test_a_page_holds_no_more_than_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(str(number), 0, number / 100) for number in range(100)]
     assert len(rollouts_of(rows, "<conf>").groups) == 40
-    monkeypatch.setattr(rollouts, "_CHARACTERS", 50)
+    monkeypatch.setattr(shown_rollouts, "_CHARACTERS", 50)
     few = rollouts_of(rows, "<conf>")
     assert (len(few.groups), few.of) == (5, 100)
     assert len(rollouts_of([row("p", 0, 0.5, text="x" * 100)], "<conf>").groups) == 1
