@@ -25,7 +25,6 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_alike
 from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
-from megatron_dcpo.evaluation.rollouts import LOOKED_FOR, Rollouts, rollouts_of
 from megatron_dcpo.evaluation.runs import EvaluatedRun, find_runs
 from megatron_dcpo.evaluation.scoring import (
     BASELINES,
@@ -33,6 +32,7 @@ from megatron_dcpo.evaluation.scoring import (
     bins_from_json,
     headline,
 )
+from megatron_dcpo.evaluation.shown_rollouts import LOOKED_FOR, ShownRollouts, rollouts_of
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import read_warnings
 from megatron_dcpo.runtime.text import encodable
@@ -541,7 +541,7 @@ def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Pictu
     return pictures
 
 
-def _rollouts(run: EvaluatedRun) -> Rollouts:
+def _rollouts(run: EvaluatedRun) -> ShownRollouts:
     """Return the responses of a run that the page shows."""
     return rollouts_of(run.samples, (run.evaluation or {}).get("marker", CONFIDENCE_TAG))
 

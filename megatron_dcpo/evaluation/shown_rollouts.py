@@ -27,7 +27,7 @@ LOOKED_FOR = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShownPiece:
     """A part of a response: tokens of one block with one advantage, None where it is not known."""
 
     text: str
@@ -45,37 +45,37 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownResponse:
     """A response: its verdict, the facts of its head, what a reader may look for, and its parts."""
 
     right: bool
     facts: tuple[str, ...]
     tags: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShownPiece, ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class ShownGroup:
     """The responses to one problem."""
 
     problem: str
     truth: str
     facts: str
-    responses: tuple[Shown, ...]
+    responses: tuple[ShownResponse, ...]
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class ShownRollouts:
     """The groups of a run that are shown, of so many that there are; ``step``: of this one, None
     for an evaluation.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ShownGroup, ...]
     of: int
     step: int | None
 
 
-def rollouts_of(rows: Sequence[Row], marker: str) -> Rollouts:
+def rollouts_of(rows: Sequence[Row], marker: str) -> ShownRollouts:
     """Return the groups of judged answers, those with the largest error of a stated confidence
     first. ``marker`` divides a response of which the blocks were not kept.
     """
@@ -83,7 +83,7 @@ def rollouts_of(rows: Sequence[Row], marker: str) -> Rollouts:
     for row in rows:
         by_problem.setdefault(row.get("prompt_id", id(row)), []).append(row)
     in_order = sorted(by_problem.values(), key=lambda group: -max(map(_error, group)))
-    groups: list[Group] = []
+    groups: list[ShownGroup] = []
     left = _CHARACTERS
     for group in in_order[:_GROUPS]:
         shown = _group(group, marker)
@@ -92,7 +92,7 @@ def rollouts_of(rows: Sequence[Row], marker: str) -> Rollouts:
             break
         groups.append(shown)
     steps = [row["training_step"] for row in rows if isinstance(row.get("training_step"), int)]
-    return Rollouts(groups=tuple(groups), of=len(in_order), step=max(steps, default=None))
+    return ShownRollouts(groups=tuple(groups), of=len(in_order), step=max(steps, default=None))
 
 
 def _error(row: Row) -> float:
@@ -101,14 +101,14 @@ def _error(row: Row) -> float:
     return abs(confidence - float(row.get("correct") or 0)) if is_number(confidence) else 0.0
 
 
-def _group(rows: Sequence[Row], marker: str) -> Group:
+def _group(rows: Sequence[Row], marker: str) -> ShownGroup:
     first = rows[0]
     rewards = [float(row.get("correct") or 0) for row in rows]
     stated = [row["confidence"] for row in rows if is_number(row.get("confidence"))]
     facts = f"{sum(rewards):g} of {len(rows)} right"
     if stated:
         facts += f", mean stated confidence {sum(stated) / len(stated):.2f}"
-    return Group(
+    return ShownGroup(
         problem=str(first.get("problem") or ""),
         truth=str(first.get("category") or first.get("ground_truth") or ""),
         facts=facts,
@@ -116,7 +116,7 @@ def _group(rows: Sequence[Row], marker: str) -> Group:
     )
 
 
-def _response(row: Row, marker: str) -> Shown:
+def _response(row: Row, marker: str) -> ShownResponse:
     pieces = _pieces(row, marker)
     reward = float(row.get("correct") or 0)
     right = reward > 0.5
@@ -135,7 +135,7 @@ def _response(row: Row, marker: str) -> Shown:
         facts.append(f"turn {turn}: {at_turn:.2f}" if is_number(at_turn) else f"turn {turn}: none")
     if row.get("finish_reason") not in (None, "stop"):
         facts.append(str(row["finish_reason"]))
-    return Shown(right=right, facts=tuple(facts), tags=_tags(row, right), pieces=pieces)
+    return ShownResponse(right=right, facts=tuple(facts), tags=_tags(row, right), pieces=pieces)
 
 
 def _status(row: Row) -> str:
@@ -157,15 +157,17 @@ def _tags(row: Row, right: bool) -> str:
     return " ".join(tags)
 
 
-def _pieces(row: Row, marker: str) -> tuple[Piece, ...]:
+def _pieces(row: Row, marker: str) -> tuple[ShownPiece, ...]:
     """Return the parts of a response as the trainer divided it; the response of an evaluation is
     divided at the last marker.
     """
     kept = row.get("pieces")
     if kept:
-        return tuple(Piece(str(text), str(block), advantage) for text, block, advantage in kept)
+        return tuple(
+            ShownPiece(str(text), str(block), advantage) for text, block, advantage in kept
+        )
     text = str(row.get("text") or "")
     at = text.rfind(marker)
     if at < 0:
-        return (Piece(text, "reasoning", None),)
-    return (Piece(text[:at], "reasoning", None), Piece(text[at:], "confidence", None))
+        return (ShownPiece(text, "reasoning", None),)
+    return (ShownPiece(text[:at], "reasoning", None), ShownPiece(text[at:], "confidence", None))
