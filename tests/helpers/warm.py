@@ -33,6 +33,7 @@ from tests.helpers.transformer_engine import pretend
 
 _LOOKED = 0.002  # seconds between two looks at whether it is time for a signal
 _ORPHANS_END = 30.0  # seconds within which what a killed process has started ends
+_STARTS = 240.0  # seconds within which a server has made its imports, however busy the machine is
 
 
 def run(
@@ -149,7 +150,7 @@ def _asked(
     request = {"module": module, "argv": arguments, "ranks": ranks, "cwd": str(cwd)}
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
-    return list(_answer(server, 60))
+    return list(_answer(server, _STARTS))
 
 
 def _completed(
