@@ -122,7 +122,7 @@ dist: setup
 test-grid: setup
 	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest -s tests/distributed/test_grid.py
 
-# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4), every signal in every phase of a step
+# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 1), every signal in every phase of a step
 # (the suite: two), one failure of each kind of file, and 30 SIGKILLs of each other verb that continues
 test-resilience: setup
 	OMP_NUM_THREADS=1 DCPO_KILLS=20 DCPO_SIGNALS=all $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
@@ -140,7 +140,7 @@ test-engine: setup-engine
 # the report's pages in headless Chromium (apt-get install chromium)
 test-browser: setup
 	OMP_NUM_THREADS=1 DCPO_TEST_BROWSER=1 $(BIN)/python -m pytest -rs tests/system/test_report_in_browser.py tests/system/test_live_in_browser.py \
-		tests/system/test_serve.py
+		tests/extras/examples/test_serve.py
 
 # PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
 test-peft: setup

@@ -22,7 +22,7 @@ TIED = ("gemma3",)
 # the others are in the full suite
 QUICK = {
     ("glm4", "tp2_sequence_parallel_packed"),
-    ("olmo3", "tp2_pp2"),
+    ("olmo3", "tp2_sequence_parallel_packed"),
     ("gemma3", "cp2_packed"),
 }
 CASES = cases(FAMILIES, LAYOUTS, QUICK)
