@@ -56,7 +56,7 @@ def dcpo(hub: FakeHub, home: Path) -> Dcpo:
 @pytest.fixture(scope="module")
 def trained(dcpo: Dcpo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trained") / "run"
-    dcpo(*train(directory, *ONE_STEP), processes=2)
+    dcpo(*train(directory, *ONE_STEP))
     return directory
 
 

@@ -22,16 +22,16 @@ def verify(response, answer, *, kind):
 '''
 
 
-def write_config(folder: Path) -> Path:
+def write_config(folder: Path, *tasks: dict[str, object]) -> Path:
+    """Products and sums, two to one, and ``tasks``."""
     (folder / "own.py").write_text(OWN)
     rows = [{"problem": f"{n}+1=", "answer": str(n + 1), "kind": n % 2} for n in range(12)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     products = {"path": str(QUICKSTART / "data" / "train.jsonl"), "name": "products", "weight": 2}
     sums = {"path": str(folder / "sums.jsonl"), "verifier": f"{folder / 'own.py'}:verify"}
-    gym = {"path": GYM, "options": {"min_terms": 2, "max_terms": 2}, "size": 20}
     values = {
         "base": str(QUICKSTART / "dcpo.yaml"),
-        "data": {"path": [products, sums, gym], "max_prompt_length": 90},
+        "data": {"path": [products, sums, *tasks], "max_prompt_length": 90},
     }
     path = folder / "mixture.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
@@ -46,8 +46,12 @@ def train(config: Path, run_dir: Path, *overrides: object) -> list[dict[str, Any
 
 def test_sources_are_mixed_judged_and_measured_apart(tmp_path: Path) -> None:
     """Of 8 prompts a step 4, 2 and 2."""
+    gym = {"path": GYM, "options": {"min_terms": 2, "max_terms": 2}, "size": 20}
     plain = train(
-        write_config(tmp_path), tmp_path / "plain", "training.steps=1", "logging.samples_interval=1"
+        write_config(tmp_path, gym),
+        tmp_path / "plain",
+        "training.steps=1",
+        "logging.samples_interval=1",
     )[0]
     assert 0 < plain["reward/accuracy/products"] < 1
     assert plain["reward/accuracy/sums"] in (0.0, 0.5, 1.0), "by the prompt alone"

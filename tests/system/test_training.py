@@ -105,12 +105,7 @@ def test_two_ranks_equal_one(three_steps, tmp_path, option):
     """Sampling is counted per response, so all layouts train on the same responses and must agree
     on everything.
     """
-    torchrun = (
-        option == "use_distributed_optimizer=true"
-    )  # one as users start them, the others as forks
-    records = train(
-        tmp_path / "run", "training.steps=3", f"parallel.{option}", processes=2, torchrun=torchrun
-    )
+    records = train(tmp_path / "run", "training.steps=3", f"parallel.{option}", processes=2)
     for ours, single in zip(records, three_steps[1], strict=True):
         assert ours["reward/accuracy"] == single["reward/accuracy"], "the same sampled responses"
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
