@@ -25,9 +25,10 @@ setup: $(VENV)/.installed
 # torch first and alone: its CPU build satisfies the pin where pip can find it, and nothing later replaces it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
 	sed 's/^megatron-core==.*/megatron-core==$(CORE)/' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[cpu,dev]" --constraint $(VENV)/constraints.txt
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # on all cores; pip would on one. Some packages have files of Python 2
 	touch $@
 	@echo 'dcpo is installed: . $(VENV)/bin/activate puts it on the PATH of this shell, or call $(BIN)/dcpo'
 

@@ -41,7 +41,7 @@ def against_transformers(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy_of(model, tmp_path_factory):
-    return results_in(model, LAYOUTS, {}, tmp_path_factory.mktemp)
+    return results_in(model, LAYOUTS, QUICK, {}, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

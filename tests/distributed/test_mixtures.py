@@ -53,7 +53,7 @@ def against_transformers(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy_of(model, tmp_path_factory):
-    return results_in(model, LAYOUTS, {"micro_batch_size": 3}, tmp_path_factory.mktemp)
+    return results_in(model, LAYOUTS, QUICK, {"micro_batch_size": 3}, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,14 +24,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_dcpo.runtime.device import has_cuda
 from tests.helpers import processes
-from tests.helpers.paths import REPOSITORY
+from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.transformer_engine import pretend
 
 _LOOKED = 0.002  # seconds between two looks at whether it is time for a signal
@@ -334,6 +335,7 @@ def _serve(listener: socket.socket) -> None:
         "AutoModelForCausalLM"
     )  # with what torch's optimizers import 2 s, which every rank would take itself
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    auto_class("AutoModelForCausalLM").from_pretrained(QUICKSTART / "policy")  # its tables of names
     gc.collect()
     gc.freeze()  # else each fork looks through all of this when it collects and when it ends, 0.8 s
 
@@ -375,8 +377,22 @@ def _forked(request: dict[str, Any], rank: dict[str, Any]) -> int:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [request["cwd"], *filter(None, paths), str(REPOSITORY)]  # as -m has them
     sys.argv = [request["module"], *request["argv"]]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-    sys.exit()
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        sys.exit()
+    except SystemExit as ended:
+        if isinstance(ended.code, int | None):
+            _leave(ended.code or 0)
+        raise
+
+
+def _leave(status: int) -> NoReturn:
+    """End as an interpreter does, but for taking down its modules, which takes 0.3 s."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _statuses(pids: list[int], ends_others: bool) -> list[int]:

@@ -19,10 +19,11 @@ from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, latest_iteratio
 from tests.helpers import warm
 from tests.helpers.cases import full_behind, full_only
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import metrics, run
+from tests.helpers.quickstart import FEW_PROBLEMS, metrics, run
 from tests.helpers.resumed import assert_same_end, checkpoint_of, contents
 
 SMALL = (
+    FEW_PROBLEMS,
     "data.prompts_per_step=4",
     "rollout.group_size=4",
     "training.micro_batch_size=8",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.cases import full_behind
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import SMALL, judged_twice, metrics, run
+from tests.helpers.quickstart import SIZES, judged_twice, metrics, run
 
 GYM = "reasoning_gym:chain_sum"
 OWN = '''
@@ -39,7 +39,7 @@ def write_config(folder: Path, *tasks: dict[str, object]) -> Path:
 
 
 def train(config: Path, run_dir: Path, *overrides: object) -> list[dict[str, Any]]:
-    done = run("train", "--config", config, f"run_dir={run_dir}", *SMALL, *overrides)
+    done = run("train", "--config", config, f"run_dir={run_dir}", *SIZES, *overrides)
     assert done.returncode == 0, done.stderr[-3000:]
     return metrics(run_dir)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import SMALL, run
+from tests.helpers.quickstart import SIZES, SMALL, run
 from tests.helpers.resumed import assert_same_end, cut_behind
 from tests.system import test_agents, test_mixture, test_supervised
 
@@ -50,7 +50,7 @@ def partial_rollouts(folder: Path) -> list[str]:
 def sources_of_which_groups_are_filtered(folder: Path) -> list[str]:
     """The next step goes on behind the last prompt consumed of each source."""
     config = test_mixture.write_config(folder)
-    return ["train", "--config", str(config), *SMALL, "rollout.filter_groups=true"]
+    return ["train", "--config", str(config), *SIZES, "rollout.filter_groups=true"]
 
 
 def agents_with_a_confidence_at_every_turn(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import REPOSITORY
-from tests.helpers.quickstart import SMALL, metrics, run
+from tests.helpers.quickstart import SIZES, metrics, run
 
 CONFIG = REPOSITORY / "examples" / "second_look" / "dcpo.yaml"
 
@@ -22,7 +22,7 @@ def train(run_dir: Path, *overrides: str, processes: int = 1) -> list[dict[str, 
         "--config",
         CONFIG,
         f"run_dir={run_dir}",
-        *SMALL,
+        *SIZES,
         "logging.samples_interval=1",
         "training.save_interval=1",
         *overrides,
