@@ -13,7 +13,6 @@ SMOKE = {
     "examples/test_rows.py",
     "lab/test_equal_data.py",
     "lab/test_world2.py::test_cells_use_the_second_worlds_problems_and_recipe",
-    "tools/test_changed_tests.py",
     "tools/test_options_page.py",
 }
 

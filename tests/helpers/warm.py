@@ -1,7 +1,8 @@
 """Python modules without the seconds of their imports: a process that has made them runs each in a
 fork of itself.
 
-What runs is otherwise as a user's: its own process, arguments, environment, output and exit status.
+What runs is otherwise as a user's: its own process, arguments, environment, output and exit status;
+but an evaluation has no pictures.
 On a machine with a GPU each is started anew: whoever has asked for CUDA, as the imports do, has no
 fork that can use it.
 """
@@ -328,9 +329,13 @@ def _serve(listener: socket.socket) -> None:
     pretend()
     import torch._dynamo  # noqa: F401
 
+    import megatron_dcpo.evaluation.evaluation_run  # noqa: F401
     import megatron_dcpo.training.loop  # noqa: F401
+    from megatron_dcpo.calibration import diagrams
     from megatron_dcpo.rollout.transformers_library import auto_class
+    from tests.helpers import pictures
 
+    diagrams.save, diagrams.inline_svg = pictures.save, pictures.inline_svg
     auto_class(
         "AutoModelForCausalLM"
     )  # with what torch's optimizers import 2 s, which every rank would take itself
