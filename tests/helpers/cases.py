@@ -11,11 +11,3 @@ import pytest
 def full_only(names: Iterable[str], full: Collection[str]) -> list[Any]:
     """Return ``names`` as parameters; those in ``full`` are for ``make test-full``."""
     return [pytest.param(name, marks=[pytest.mark.full] * (name in full)) for name in names]
-
-
-def full_behind(count: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Return ``cases`` as parameters; those behind the first ones are for ``make test-full``."""
-    return [
-        pytest.param(*case, marks=[pytest.mark.full] * (number >= count))
-        for number, case in enumerate(cases)
-    ]

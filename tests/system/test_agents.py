@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cases import full_behind
 from tests.helpers.chat_policy import save_policy
 from tests.helpers.quickstart import metrics, run
 
@@ -128,18 +127,15 @@ def test_too_many_failures_end_the_run(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
-    full_behind(
-        1,
-        [
-            (("rollout.command=true",), "rollout.command"),
-            (
-                ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"),
-                "rollout.max_staleness",
-            ),
-            (('rollout.agent=""', "rollout.agent_calls=3"), "rollout.agent_calls"),
-            (("rollout.agent=my_agent.py:nothing",), "rollout.agent"),
-        ],
-    ),
+    [
+        (("rollout.command=true",), "rollout.command"),
+        (
+            ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"),
+            "rollout.max_staleness",
+        ),
+        (('rollout.agent=""', "rollout.agent_calls=3"), "rollout.agent_calls"),
+        (("rollout.agent=my_agent.py:nothing",), "rollout.agent"),
+    ],
 )
 def test_what_does_not_go_with_agents_is_refused(
     folder: Path, overrides: tuple[str, ...], named: str

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tests.helpers.cases import full_behind
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import run, train
 
@@ -95,18 +94,15 @@ def test_every_layout_gives_the_same_log_probs(
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    full_behind(
-        2,
-        [
-            ((COEF,), "objective.teacher"),
-            ((f"objective.teacher={POLICY}",), "objective.distill_coef_reasoning"),
-            ((COEF, "objective.teacher=nowhere"), "objective.teacher=nowhere"),
-            (
-                (COEF, "objective.name=ccgspg", f"objective.teacher={POLICY}"),
-                "objective.name=ccgspg",
-            ),
-        ],
-    ),
+    [
+        ((COEF,), "objective.teacher"),
+        ((f"objective.teacher={POLICY}",), "objective.distill_coef_reasoning"),
+        ((COEF, "objective.teacher=nowhere"), "objective.teacher=nowhere"),
+        (
+            (COEF, "objective.name=ccgspg", f"objective.teacher={POLICY}"),
+            "objective.name=ccgspg",
+        ),
+    ],
 )
 def test_what_is_refused(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
     done = run(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cases import full_behind
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import SIZES, judged_twice, metrics, run
 
@@ -79,26 +78,23 @@ def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    full_behind(
-        1,
-        [
-            (
-                ("data.path=[a.jsonl,b/a.jsonl]",),
-                "data.path: two sources are called a; give one of them another name",
-            ),
-            (("data.path=[{path: a.jsonl, weight: 0}]",), "data.path.0.weight"),
-            (
-                ("data.path=[{path: a.jsonl, size: 3}]",),
-                "options, size and seed are for path: reasoning_gym:TASK",
-            ),
-            (
-                ("data.path=[{path: a.jsonl, verifier: mth}]",),
-                "expected math, code, exact, f1, choice, forecast, an import path",
-            ),
-            (("data.path=[]",), "data.path=[]: data.path:"),
-            (("data.path=3",), "data.path"),
-        ],
-    ),
+    [
+        (
+            ("data.path=[a.jsonl,b/a.jsonl]",),
+            "data.path: two sources are called a; give one of them another name",
+        ),
+        (("data.path=[{path: a.jsonl, weight: 0}]",), "data.path.0.weight"),
+        (
+            ("data.path=[{path: a.jsonl, size: 3}]",),
+            "options, size and seed are for path: reasoning_gym:TASK",
+        ),
+        (
+            ("data.path=[{path: a.jsonl, verifier: mth}]",),
+            "expected math, code, exact, f1, choice, forecast, an import path",
+        ),
+        (("data.path=[]",), "data.path=[]: data.path:"),
+        (("data.path=3",), "data.path"),
+    ],
 )
 def test_a_bad_source_is_one_line(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
     done = run(

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.helpers.cases import full_behind
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run, train
 
@@ -277,23 +276,20 @@ def test_an_adapter_is_evaluated(adapter: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
-    full_behind(
-        2,
-        [
-            (["data.path=nowhere.jsonl"], "nowhere.jsonl"),
-            (["data.max_length=2"], "data.max_length"),
-            (["rollout.group_size=8"], "rollout"),
-            (["objective.name=cross_entropi"], "objective.name"),
-            (["objective.name=nowhere.py:loss"], "objective.name"),
-            (["evaluation.interval=2"], "evaluation.path"),
-            (["training.updates_per_rollout=2"], "training.updates_per_rollout"),
-            (["model.adapter.path=nowhere"], "nowhere"),
-            (["model.adapter.path=nowhere", "model.adapter.rank=4"], "model.adapter.rank"),
-            (["parallel.sequence_parallel=true"], "parallel.sequence_parallel"),
-            (["data.template=nothing"], "nothing"),
-            (["run_dir=/proc/new", "--dry-run"], "run_dir"),
-        ],
-    ),
+    [
+        (["data.path=nowhere.jsonl"], "nowhere.jsonl"),
+        (["data.max_length=2"], "data.max_length"),
+        (["rollout.group_size=8"], "rollout"),
+        (["objective.name=cross_entropi"], "objective.name"),
+        (["objective.name=nowhere.py:loss"], "objective.name"),
+        (["evaluation.interval=2"], "evaluation.path"),
+        (["training.updates_per_rollout=2"], "training.updates_per_rollout"),
+        (["model.adapter.path=nowhere"], "nowhere"),
+        (["model.adapter.path=nowhere", "model.adapter.rank=4"], "model.adapter.rank"),
+        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel"),
+        (["data.template=nothing"], "nothing"),
+        (["run_dir=/proc/new", "--dry-run"], "run_dir"),
+    ],
 )
 def test_bad_input_is_one_line(
     rows: Path, tmp_path: Path, overrides: list[str], named: str

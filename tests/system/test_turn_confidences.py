@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cases import full_behind, full_only
+from tests.helpers.cases import full_only
 from tests.helpers.quickstart import run
 from tests.system.test_agents import folder, train, write_config
 
@@ -76,15 +76,12 @@ def test_layouts(folder: Path, turns: list[dict[str, Any]], layout: str) -> None
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    full_behind(
-        1,
-        [
-            (("objective.name=grpo",), "objective.name"),
-            (("objective.ratio=sequence",), "objective.ratio"),
-            (("objective.tis_level=geometric",), "objective.tis_level"),
-            (("rollout.asks_confidence=always",), "rollout.asks_confidence"),
-        ],
-    ),
+    [
+        (("objective.name=grpo",), "objective.name"),
+        (("objective.ratio=sequence",), "objective.ratio"),
+        (("objective.tis_level=geometric",), "objective.tis_level"),
+        (("rollout.asks_confidence=always",), "rollout.asks_confidence"),
+    ],
 )
 def test_what_does_not_go_with_it_is_refused(
     folder: Path, options: tuple[str, ...], named: str
