@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from megatron_dcpo.evaluation.model_files import digest_of_files, files_of
 from megatron_dcpo.evaluation.scoring import LOOKUP, headline
 
 # GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
-# one is the bar: a stated confidence has to know more than log-prob, length and task.
+# one is the baseline: a stated confidence has to know more than log-prob, length and task.
 RECALIBRATED = {"grpo_recalibrated": "response", "grpo_recalibrated_task": "task"}
 # the responses that it is fitted on; not below the run, whose report they are no part of
 FITTED = "fitted"
@@ -65,8 +66,8 @@ class Comparison:
     ``heldout`` (JSON lines).
 
     ``train``: problems of the training, of which the first ``fitted`` give the responses that the
-    recalibration is fitted on. ``sampling``: options of ``dcpo evaluate``. ``overrides``: options
-    for every training.
+    recalibration of GRPO is fitted on; 0: none. ``sampling``: options of ``dcpo evaluate``.
+    ``overrides``: options for every training.
     """
 
     folder: Path
@@ -82,7 +83,7 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        if "grpo" not in self.methods:
+        if "grpo" not in self.methods or not self.fitted:
             return ("base", *self.methods)
         return ("base", *self.methods, *RECALIBRATED)
 
@@ -186,7 +187,7 @@ def compare(comparison: Comparison, workers: int) -> None:
     out, started = comparison.out, time.monotonic()
     start_over_unless_interrupted(comparison)
     with ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(run_one, comparison, name) for name in ("base", *comparison.methods)]
+        jobs = [pool.submit(run_one, comparison, name) for name in (*comparison.methods, "base")]
         try:
             wait(jobs, out, comparison.methods)
         except KeyboardInterrupt:
@@ -198,7 +199,7 @@ def compare(comparison: Comparison, workers: int) -> None:
     comparison.report()
     draw(out, summary)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    show(summary)
+    show(summary, f"Held-out problems, {summary['base']['n']} responses")
     console.print(
         f"\n{time.monotonic() - started:.0f} s.  The picture: "
         f"[bold]{out / 'reliability.png'}[/bold]"
@@ -276,7 +277,7 @@ def run_one(comparison: Comparison, name: str) -> None:
     if name != "base":
         comparison.train_method(name)
     comparison.evaluate(name)
-    if name == "grpo":
+    if name == "grpo" and comparison.fitted:
         comparison.recalibrate()
 
 
@@ -331,17 +332,39 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     save(comparison_grid(bins, notes, columns=len(bins)), out / "reliability.png")
 
 
-def show(summary: dict[str, dict[str, float]]) -> None:
+def means(folders: Sequence[Path], to: Path) -> None:
+    """Show the means of several comparisons, and leave them and their summaries in ``to``."""
+    summaries = {
+        folder.name: json.loads((folder / "summary.json").read_text()) for folder in folders
+    }
+    first = next(iter(summaries.values()))
+    mean: dict[str, dict[str, float]] = {}
+    for row, values in first.items():
+        mean[row] = {}
+        for column in values:
+            of_all = [summary[row][column] for summary in summaries.values()]
+            mean[row][column] = None if None in of_all else sum(of_all) / len(of_all)
+    to.write_text(json.dumps({"mean": mean, **summaries}, indent=1) + "\n")
+    n = first["base"]["n"]
+    show(mean, f"Held-out problems, {n} responses, means of {len(folders)} seeds")
+    console.print(f"As data: {to}")
+
+
+def show(summary: dict[str, dict[str, float]], title: str) -> None:
     caption = (
         "acc.: accuracy; within: AUROC among problems of one type; skill: 1 - Brier / Brier of the "
         "lookup; conf.: mean confidence. "
-        "grpo_recalibrated: logistic regression on GRPO's log-probs, length and stated "
-        "confidence; with _task: on log-prob, length and task, the bar for a stated confidence. "
         "lookup: GRPO's share of right answers by type of problem, cross-fitted on these answers "
         "(five folds of problems); METHOD_lookup: the same of the other policies"
     )
+    if RECALIBRATED.keys() & summary.keys():
+        caption += (
+            ". grpo_recalibrated: logistic regression on GRPO's log-probs, length and stated "
+            "confidence; with _task: on log-prob, length and task, the baseline of a stated "
+            "confidence"
+        )
     table = Table(
-        title=f"Held-out problems, {summary['base']['n']} responses",
+        title=title,
         caption=caption,
         box=None,
         pad_edge=False,

@@ -16,6 +16,7 @@ from pathlib import Path
 from lab import (
     adapter,
     confidences,
+    distilled,
     equal_data,
     language_model,
     price,
@@ -105,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="try the learning rates on the pretraining that is in no table, and nothing else",
     )
+    of_teacher = verbs.add_parser(
+        "distilled", help="what becomes of a confidence when a policy is distilled: its tables"
+    )
+    of_teacher.add_argument(
+        "--train",
+        action="store_true",
+        help="first train, sample and publish; finished cells are kept",
+    )
+    of_teacher.add_argument("--jobs", type=int, default=1, help="processes at a time")
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -140,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
         _add_grid(verb, cells)
     _add_grid(note, "runs/note")
+    _add_grid(of_teacher, "runs/distilled")
     for verb, run in (
         (test, _test),
         (tables, _tables),
@@ -148,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         (own, _adapter),
         (language, _language_model),
         (note, _note),
+        (of_teacher, _distilled),
         (theory, lambda a: write_theory(a.out)),
     ):
         verb.set_defaults(run=run)
@@ -240,6 +252,14 @@ def _note(args: argparse.Namespace) -> None:
         study.run(PRETRAININGS)
         logging.info("%d pretrainings packed", study.pack(records))
     note_tables.tables(records, args.out)
+
+
+def _distilled(args: argparse.Namespace) -> None:
+    records = args.out / distilled.RECORDS
+    if args.train:
+        distilled.train(args.grid, args.jobs)
+        logging.info("%d cells packed", testgrid.pack(args.grid, records))
+    distilled.tables(records, args.out)
 
 
 def _train(

@@ -2,7 +2,7 @@
 as many responses, as the run that has the fewest.
 
 Runs of equal length in steps need not have learned from the same amount of data: a filter of groups
-draws more for one method than for another (docs/groups.md).
+draws more for one method than for another (docs/algorithms.md#groups-without-a-signal).
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
 INFORMATIVE = ("rollout.filter_groups=reasoning", "rollout.max_refills=3")
 # draws until nearly every step has its 32 informative groups
 REFILLED = ("rollout.filter_groups=reasoning", "rollout.max_refills=6", "rollout.oversample=3")
+DISTILLED = "objective.distill_coef_reasoning=1"
+UNREWARDED = (f"objective.name={EXAMPLES / 'confidence_unrewarded.py'}:METHOD", *PROPER)
 COUPLED, MEAN = "objective.name=coupled", "objective.advantage_normalization=mean"
 
 
@@ -97,6 +99,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "RLCR, authors' settings, informative groups",
             ("objective.name=rlcr", "objective.variant=original", *INFORMATIVE),
         ),
+        # with a teacher (lab/distilled.py)
+        "distilled": Method("reasoning distilled", (*PROPER, DISTILLED)),
+        "distilled_both": Method(
+            "both distilled", (*UNREWARDED, DISTILLED, "objective.distill_coef_confidence=1")
+        ),
+        "distilled_alone": Method(
+            "confidence left alone", (*PROPER, DISTILLED, "objective.weight_confidence=0")
+        ),
+        "imitation": Method("imitation"),
+        # equalised (lab/price.py)
         "grpo_refilled": Method("GRPO, groups equalised", ("objective.name=grpo", *REFILLED)),
         "dcpo_proper_refilled": Method("DCPO-proper, groups equalised", (*PROPER, *REFILLED)),
     }
@@ -298,12 +310,13 @@ class Lab:
 
 def totals(metrics: Path) -> dict[str, float]:
     """Return the informative groups that a training learned from and the responses it sampled;
-    nothing for a policy that was not trained.
+    nothing for a policy that was not trained, or not by RL.
     """
     if not metrics.is_file():
         return {}
     *_, (_, last) = read_json_lines(metrics)
-    return {name: last[f"rollout/{name}_total"] for name in ("informative_groups", "responses")}
+    names = ("informative_groups", "responses")
+    return {name: last[key] for name in names if (key := f"rollout/{name}_total") in last}
 
 
 def commit() -> str:
@@ -320,6 +333,7 @@ CURVES = (
     "calibration/ece",
     "calibration/brier",
     "calibration/auroc",
+    "confidence/mean",
     "length/mean",
 )
 STEPS_PER_POINT = 10  # of a published curve

@@ -1,5 +1,5 @@
-"""Compare every number of ``docs/lab/README.md``, of ``docs/lab/real_model.md`` and of the README's
-quickstart table with the records (``make lint``).
+"""Compare the numbers of ``docs/lab``'s pages and of README's section on what was found with the
+records (``make lint``).
 
 ``tools/numbers.txt`` quotes the pages: ``page PATH``, then entries ``quote`` or ``quote => source +
 source``. In a quote with sources every ``#`` stands for a number of the page, in order. A source is
@@ -7,7 +7,8 @@ a path in a JSON file, as in ``theory.json drift/stable/0``, or cells of a table
 HEADING / BEGIN OF THE TEXT ABOVE | ROW | COLUMN; COLUMN``, with all their numbers; behind ``abs``
 without their sign, behind ``first`` the first number of each cell alone. A quote without sources
 stands for itself: settings, and under ``from the referee`` or ``not recorded`` what no record has.
-No number of a page may be left over, up to a comment ``<!-- no records from here on -->``.
+No number of a page may be left over between the comments ``<!-- records from here on -->`` (or the
+page's begin) and ``<!-- no records from here on -->``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
     """
     if "<!-- quickstart table -->" in text:
         text = text.partition("<!-- quickstart table -->")[2].partition("\n\n")[0]
+    text = text.partition("<!-- records from here on -->")[2] or text
     text = text.partition("<!-- no records from here on -->")[0]
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
     text = " ".join(

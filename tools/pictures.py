@@ -1,7 +1,7 @@
 """Take the pictures of the documentation, docs/report.png and docs/live.png, from the runs of the
 quickstart.
 
-    python tools/pictures.py runs/quickstart [--out docs] [--narrow build/pictures]
+    python tools/pictures.py runs/pictures [--out docs] [--narrow build/pictures]
 
 Headless Chromium (``apt-get install chromium``), 1,280 wide; the same pages 420 wide go to
 --narrow, to be looked at. The live page is shown as it was in the middle of the training.
@@ -109,7 +109,7 @@ def take(url: str, width: int, height: int, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("quickstart", type=Path, help="what make quickstart left")
+    parser.add_argument("quickstart", type=Path, help="what the whole quickstart left")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("--narrow", type=Path, default=ROOT / "build" / "pictures")
     arguments = parser.parse_args()

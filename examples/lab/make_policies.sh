@@ -3,6 +3,7 @@
 # (correct solutions, then imperfect ones), then text whose wrong answers are slips of the pen and whose author hesitates a
 # little after one. See examples/quickstart/make_policy.py. large.N and llama.N are pretraining N of the test's policies: seed
 # N, and no problem of data/ in the text (the splits: make_splits.py); these are not in git. graphs.N: of the second world.
+# small.N, wide.N: pupils and teacher of docs/lab/distilled.md.
 # qwen3 is in git: it made data/train.jsonl and data/heldout.jsonl, and the tests start from it.
 set -e
 cd "$(dirname "$0")"
@@ -29,7 +30,8 @@ for policy in "$@"; do
     qwen3) build "$policy" ;;
     llama.[1-9]) build "$policy" --family llama ;;
     large.[1-9] | large.1[0-9]) build "$policy" --layers 3 ;;
-    graphs.[1-9]) build "$policy" ;;
-    *) echo "unknown policy $policy; known: qwen3, and pretrainings: large.1, llama.1, graphs.1" >&2 && exit 2 ;;
+    graphs.[1-9] | small.[1-9]) build "$policy" ;;
+    wide.[1-9]) build "$policy" --layers 3 --hidden 128 --intermediate 384 ;;
+    *) echo "unknown policy $policy; known: qwen3, and pretrainings: large.1, llama.1, small.1, wide.1, graphs.1" >&2 && exit 2 ;;
     esac
 done

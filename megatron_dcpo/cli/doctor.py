@@ -70,7 +70,11 @@ class Finding:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("doctor", help=VERBS["doctor"], description=__doc__)
+    parser = subparsers.add_parser(
+        "doctor",
+        help=VERBS["doctor"],
+        description="Versions, devices, optional parts, and how to install what is missing.",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 

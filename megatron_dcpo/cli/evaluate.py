@@ -109,7 +109,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="drop the samples of an earlier evaluation in --out"
     )
-    parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
+    parser.add_argument(
+        "--repeats", type=positive_int, help="responses per problem (default 4; greedy 1)"
+    )
     parser.add_argument(
         "--confidence",
         help=f"kinds, comma separated (default verbal,token,consistency): {', '.join(KINDS)}",
@@ -168,9 +170,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
-    sampling.add_argument(
-        "--temperature", type=float, help="default 0.7; 0: greedy, with --repeats 1"
-    )
+    sampling.add_argument("--temperature", type=float, help="default 0.7; 0: greedy")
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument(

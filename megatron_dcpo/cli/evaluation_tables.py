@@ -45,9 +45,10 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
 
 def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:
     """Print pass@k of each benchmark, in percent, with its 95 % interval."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from megatron_dcpo.cli.tables import print_whole
 
     sizes: dict[str, None] = {}
     for scores in scored.values():
@@ -66,19 +67,17 @@ def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:
             value = scores.get("pass_at_k", {}).get(k)
             cells.append(_percent(value, ends_of.get(k)))
         table.add_row(Text(printable(name)), *cells)
-    console = Console()
-    if not console.is_terminal:  # a file has no window to fit
-        console = Console(width=140)
-    console.print(table, markup=False)
+    print_whole(table)
 
 
 def _print_guesses(scored: Mapping[str, Mapping[str, Any]]) -> None:
     """Print the accuracy of each benchmark and of each of its kinds, next to the accuracy of always
     giving its most frequent answer.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from megatron_dcpo.cli.tables import print_whole
 
     table = Table(box=None, pad_edge=False)
     table.add_column("kind", no_wrap=True)
@@ -101,10 +100,7 @@ def _print_guesses(scored: Mapping[str, Mapping[str, Any]]) -> None:
             )
         if len(kinds) > _MOST_KINDS_SHOWN:
             table.add_row(f"  {len(kinds) - _MOST_KINDS_SHOWN} more kinds")
-    console = Console()
-    if not console.is_terminal:  # a file has no window to fit
-        console = Console(width=140)
-    console.print(table, markup=False)
+    print_whole(table)
 
 
 def _percent(value: float | None, ends: Sequence[float] | None) -> str:

@@ -17,6 +17,12 @@ from megatron_dcpo.cli import VERBS
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 
+DESCRIPTION = """\
+Rewards, advantages and loss of a few responses, without a model: the numbers
+that a training step would use, computed by the same code in float64. Use it to
+check a method by hand, to compare with another implementation, and for golden
+tests.
+"""
 INPUT = """\
 the input:
   {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
@@ -49,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "objective",
         help=VERBS["objective"],
-        description=__doc__,
+        description=DESCRIPTION,
         epilog=INPUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

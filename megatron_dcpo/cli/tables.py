@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.runtime.text import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
     """Print one line per name, with the headline metrics as columns."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -24,10 +26,16 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     for name, values in numbers.items():
         cells = [format_value(key, values.get(key)) for key in METRICS]
         table.add_row(Text(printable(name)), *cells)
+    print_whole(table)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table; a narrow window breaks its lines, rather than losing digits."""
+    from rich.console import Console
+
     console = Console()
-    # a narrow window breaks the lines, rather than losing digits
     console.width = max(console.width, 140)
-    console.print(table)
+    console.print(table, markup=False)
 
 
 def show_scores(

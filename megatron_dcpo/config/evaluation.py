@@ -63,6 +63,8 @@ def load_evaluation(
         values = merged(values, layer)
     for name, value in overrides.items():
         values = overridden(values, name, value)
+    if _value(values, "evaluation.temperature") == 0:  # greedy responses are all the same
+        values["evaluation"].setdefault("samples", 1)
     source = "options" if file is None else file
     config = checked(values, EvaluateConfig, source)
     check_evaluation(config, source)

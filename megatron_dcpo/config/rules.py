@@ -683,7 +683,8 @@ def a_forecast_is_rewarded_by_a_proper_score(config: Config) -> Problem:
     if value == "std" and "forecast" in templates:
         return (
             f"objective.{name}=std with data.template=forecast drives what is stated to 0 or 1: "
-            "all responses to a problem have one outcome; set mean (docs/forecasts.md)"
+            "all responses to a problem have one outcome; set mean "
+            "(docs/bring_your_own.md#forecasts)"
         )
     if "calibration_loss" in method.reads and options.calibration_loss == "l1":
         return (
@@ -711,6 +712,19 @@ def a_coefficient_of_distillation_needs_a_teacher(config: Config) -> Problem:
                 f"objective.distill_coef_{block}={coef:g} needs objective.teacher, the directory "
                 "of the model that is distilled; name it, or remove the coefficient"
             )
+    return None
+
+
+@rule("train")
+def a_served_teacher_reads_at_temperature_one(config: Config) -> Problem:
+    """A server's log-probs of a prompt are those of the logits as they are."""
+    temperature = config.rollout.temperature
+    if config.objective.teacher_is_served and temperature != 1:
+        return (
+            f"objective.teacher={config.objective.teacher} is a server, whose log-probs of what "
+            f"was sampled are at temperature 1; rollout.temperature={temperature:g} needs a "
+            "teacher in a directory"
+        )
     return None
 
 

@@ -187,7 +187,7 @@ class DataConfig:
     thinking: Thinking = "off"
     """Whether the chat template asks for thinking, if it has that switch: off, on, or as the
     template has it (auto); answer and confidence are read after the end-of-thinking token
-    (docs/thinking.md).
+    (docs/bring_your_own.md#thinking-models).
     """
     prompts_per_step: Positive = 256
     """Prompts of a step; each gets rollout.group_size responses."""

@@ -6,7 +6,7 @@ evaluation.
 - ``abstain``: the same, with the leave to box ``I don't know`` instead of an answer (for
   ``objective.name: ternary``);
 - ``forecast``: a question about what happens, and one last line ``<conf> Confidence: 0.83``, the
-  probability of yes (docs/forecasts.md);
+  probability of yes (docs/bring_your_own.md#forecasts);
 - ``grpo``: the problem, and box the answer (the prompt of the GRPO baseline);
 - ``chat``: the problem text alone, through the chat template, for a model that was taught the
   format;

@@ -21,9 +21,9 @@ all tasks.
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.
 
-ConfClass has the settings of the DCPO paper (docs/posthoc.md#post-hoc-confidence): 20 runs,
-top-20 log-probs, a three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4.
-The paper leaves the rest open. Here the input is the mean over the tokens of the 20 sorted
+ConfClass has the settings of the DCPO paper (docs/is_it_worth_anything.md#post-hoc-confidence): 20
+runs, top-20 log-probs, a three-layer perceptron of width 2048, cross-entropy with soft targets, lr
+1e-4. The paper leaves the rest open. Here the input is the mean over the tokens of the 20 sorted
 log-probs (``full`` adds their standard deviation and those of the last token), standardized;
 training uses Adam, batches of 256, and early stopping on a tenth of the fitted problems. The
 scalings are controls: if one of them does as well, the classifier has learned nothing but the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.data.row_files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.foreign import read_any
+from megatron_dcpo.evaluation.run_description import options
 from megatron_dcpo.evaluation.samples import SETTINGS, Sample, sample_of
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, confidences_of, score_samples
 from megatron_dcpo.runtime.run_records import CONFIG
@@ -139,11 +141,17 @@ def unevaluated(path: Path) -> str:
 
 def how_to_evaluate(path: Path) -> str:
     """Return the command that evaluates the policy of a run."""
-    as_trained = "" if is_supervised(path) else f"--as-trained {path / CONFIG} "
-    return (
-        f"dcpo evaluate --model {path / 'policy'} {as_trained}--benchmarks NAMES --out "
-        f"{path / 'eval'}"
-    )
+    words = ["dcpo", "evaluate", "--model", str(path / "policy")]
+    if not is_supervised(path):
+        words += ["--as-trained", str(path / CONFIG)]
+    words += ["--benchmarks", _benchmarks_of(path) or "NAME=FILE", "--out", str(path / "eval")]
+    return shlex.join(words)
+
+
+def _benchmarks_of(path: Path) -> str:
+    """Return the held-out problems that a run's configuration names, nothing if it names none."""
+    benchmarks = options(path).get("evaluation.benchmarks") or ""
+    return benchmarks if isinstance(benchmarks, str) else ",".join(benchmarks)
 
 
 def is_supervised(path: Path) -> bool:

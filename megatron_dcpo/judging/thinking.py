@@ -2,7 +2,7 @@
 
 Its text, like that of the confidence tag, is searched for in the bytes of the response, so that
 sampled ids and text give the same result. Boxes, programs and confidence tags within the thinking
-do not count (docs/thinking.md).
+do not count (docs/bring_your_own.md#thinking-models).
 """
 
 from __future__ import annotations

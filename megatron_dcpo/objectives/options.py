@@ -123,8 +123,8 @@ class ObjectiveConfig(BaseModel):
     KL(reference || policy).
     """
     teacher: str = ""
-    """Directory of a Hugging Face checkpoint with the policy's tokenizer that is distilled, with a
-    distill_coef (empty: none).
+    """Model with the policy's tokenizer that is distilled, with a distill_coef: the directory of a
+    Hugging Face checkpoint, or the address of a vLLM server (empty: none).
     """
     distill_coef_reasoning: NonNegative = 0.0
     """Factor of log pi_teacher - log pi_old, which is added to the advantage of a reasoning token.
@@ -186,6 +186,11 @@ class ObjectiveConfig(BaseModel):
         if self.tis_floor >= self.tis_cap:
             raise ValueError(f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}")
         return self
+
+    @property
+    def teacher_is_served(self) -> bool:
+        """Return whether the teacher is behind a server, and none of its weights are here."""
+        return self.teacher.startswith(("http://", "https://"))
 
     @property
     def explicit(self) -> dict[str, Any]:

@@ -172,8 +172,8 @@ class Plan:
     @property
     def step_range(self) -> tuple[float, float]:
         """Return the least and the most seconds that a step may take: no published step of a known
-        model was farther from what the other settings predict (docs/published_steps.md), and no
-        step of ours has been measured.
+        model was farther from what the other settings predict
+        (docs/plan.md#against-published-steps), and no step of ours has been measured.
         """
         return self.step * (1 - UNCERTAIN), self.step * (1 + UNCERTAIN)
 
@@ -273,7 +273,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         resharding=resharding,
     )
     teacher = None
-    if config.objective.teacher:
+    if _has_teacher_here(config):
         teacher = architecture_of(config.objective.teacher)
         check_layout(teacher, layout)
     seconds = step_seconds(
@@ -427,7 +427,7 @@ def _stage(
     if _has_reference(config) and not config.frozen:  # a frozen policy is its own reference
         reference = weights
     teacher = 0
-    if config.objective.teacher:
+    if _has_teacher_here(config):
         teacher = _teacher_weights(layout=layout, config=config, stage=stage, replicas=replicas)
     return Stage(
         stage=stage,
@@ -440,6 +440,11 @@ def _stage(
         host_copies=offloaded + reference + teacher,
         saved=_saved(layout, config, state, replicas),
     )
+
+
+def _has_teacher_here(config: Config) -> bool:
+    """Return whether a teacher's weights are on these devices."""
+    return bool(config.objective.teacher) and not config.objective.teacher_is_served
 
 
 def _teacher_weights(layout: Layout, config: Config, stage: int, replicas: int) -> int:

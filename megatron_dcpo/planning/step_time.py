@@ -1,7 +1,7 @@
 """The time of a step, from rates of the machine.
 
-Six of the rates are fitted to published steps (docs/published_steps.md); the others are what a
-machine's data sheet says.
+Six of the rates are fitted to published steps (docs/plan.md#against-published-steps); the others
+are what a machine's data sheet says.
 """
 
 from __future__ import annotations

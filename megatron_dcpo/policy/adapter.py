@@ -5,7 +5,7 @@ x. Names and shapes of the parameters are PEFT's, by Hugging Face's projections:
 fused layers (QKV, gate and up) has one pair A, B for each of its projections. Every rank of a
 pipeline stage holds all pairs of the stage whole, in fp32, and computes with its rows of B (in a
 row-parallel layer, its columns of A), so that only A x travels between ranks. Gradients are summed
-over the stage's ranks (docs/lora.md).
+over the stage's ranks (docs/layouts.md#lora).
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from megatron_dcpo.training.run import (
     build_teacher,
     build_updater,
     build_weight_sync,
+    reading_of,
 )
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Reference
@@ -125,7 +126,7 @@ def carry_out(
         if any(method.options.blocks("kl_coef")):
             reference = build_reference(config, optimizer, checkpoint)
         teacher = None
-        if config.objective.teacher:
+        if config.objective.teacher and not config.objective.teacher_is_served:
             of_teacher = read_architecture(config.objective.teacher)
             reader = InventedCheckpoint(of_teacher, parameter_dtype(config))
             teacher = build_teacher(config, topology, reader)
@@ -141,7 +142,7 @@ def carry_out(
         policy=policy,
         optimizer=optimizer,
         reference=reference,
-        teacher=teacher,
+        teacher=None,
     )
     batch = batch_to_rehearse(config, topology)
     for name, part in (("first update", batch.least()), ("update", batch)):
@@ -150,7 +151,8 @@ def carry_out(
         updater.updates_per_rollout = part.updates
         shape = _shape_between_stages(updater.trainer, samples[: len(samples) // part.updates])
         if teacher is not None:
-            updater.teacher = partial(_between_its_stages, teacher, shape)
+            between = partial(_between_its_stages, teacher, shape)
+            updater.teacher = reading_of(between)
         offload.reload()
         last = _last_stage(config, part, topology)
         with ledger.phase(name), shapes_between_stages(shape), last:

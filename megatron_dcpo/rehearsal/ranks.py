@@ -110,7 +110,7 @@ def _main(rank: str, gpus: str, file: str, *overrides: str) -> None:
     arch = architecture_of(config.model.path)
     model = dataclasses.replace(config.model, path=str(directory_of(config.model.path)))
     objective = config.objective
-    if objective.teacher:
+    if objective.teacher and not objective.teacher_is_served:
         objective = objective.changed(teacher=str(directory_of(objective.teacher)))
     config = dataclasses.replace(config, model=model, objective=objective)
     try:

@@ -16,9 +16,11 @@ from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.config.without_effect import options_without_effect
 from megatron_dcpo.data.row_files import is_here, is_hub_name
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.held_out import benchmark_names, check_keep_best, load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method, resolve
+from megatron_dcpo.rollout.local_engine import choose_engine
 from megatron_dcpo.rollout.tokens import load_tokenizer
 from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.brought import REASONING_GYM
@@ -146,6 +148,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
         return facts | {"model": f"{path} (not here)"}
     arch = check_model(config)
     facts["model"] += f": {arch.name}, {number_of_parameters(arch):,} parameters"
+    facts["engine"] = describe_engine(config)
     if absent:
         return facts
     facts["model"] += describe_weights(path, arch)
@@ -154,9 +157,10 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     check_tokens(config, arch, vocabulary)
     teacher = config.objective.teacher
     if not allow_missing or Path(teacher).is_dir():
-        check_teacher(config, arch, vocabulary)
-    if teacher:
-        facts["teacher"] = teacher if Path(teacher).is_dir() else f"{teacher} (not here)"
+        check_teacher(config, arch, tokenizer)
+        facts["teacher"] = teacher
+    elif teacher:
+        facts["teacher"] = f"{teacher} (not here)"
     facts["tokenizer"] = f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
     if unread:
         return facts
@@ -185,6 +189,17 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     if warning:
         facts["warning"] = warning
     return facts
+
+
+def describe_engine(config: Config) -> str:
+    """Return what samples, or why it cannot on this machine: the run may be meant for another."""
+    engine = config.rollout.engine
+    if engine == "server":
+        return f"server, {config.rollout.endpoint}"
+    try:
+        return choose_engine(engine, config.model.path)
+    except UserError as error:
+        return f"{engine}, but not on this machine: {error}"
 
 
 def describe_weights(path: str, arch: Architecture) -> str:

@@ -83,7 +83,7 @@ def routing_mismatch(
 ) -> dict[str, float]:
     """Return ``engine/routing_mismatch``, of a model with experts: the share of the sampled tokens
     whose log-probs in engine and trainer differ by more than rounding alone makes them
-    (docs/mismatch.md).
+    (docs/async.md#engine-against-trainer).
     """
     if not arch.num_experts:
         return {}

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
@@ -16,6 +18,7 @@ from megatron_dcpo.judging.source_verifiers import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.judging.verifiers import check_verifier
+from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.plugins import load_part
@@ -25,6 +28,8 @@ from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import check_layout
+
+SERVED_TEACHER = "megatron_dcpo.training.served_teacher:ServedTeacher"
 
 
 def check_processes(config: RunConfig, processes: int | None) -> None:
@@ -95,12 +100,18 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
     check_vocabulary(config.model.path, vocabulary, arch.vocab_size)
 
 
-def check_teacher(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
-    """Raise :class:`UserError` when the layout does not divide the teacher, or when its tokens are
-    not the policy's, so that its log-probs would be of other texts.
+def check_teacher(config: Config, arch: Architecture, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise :class:`UserError` when the layout does not divide the teacher, when its tokens are not
+    the policy's, so that its log-probs would be of other texts, or when its server does not answer.
     """
     path = config.objective.teacher
+    vocabulary = token_bytes(tokenizer)
     if not path:
+        return
+    if config.objective.teacher_is_served:
+        load_part(SERVED_TEACHER).before_a_run(path).check(
+            len(vocabulary.table), lambda ids: str(tokenizer.decode(ids))
+        )
         return
     if not Path(path).is_dir():
         raise UserError(
@@ -146,7 +157,7 @@ def check_lengths(
     response = config.rollout.max_response_length
     longest = max((prompt for source in sources for prompt in source.prompts), key=_length)
     _check_positions(config, arch, longest, "rollout.max_response_length", response)
-    _check_positions_of_teacher(config.objective.teacher, _length(longest) + response)
+    _check_positions_of_teacher(config.objective, _length(longest) + response)
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
@@ -155,13 +166,19 @@ def check_lengths(
     return _length(longest)
 
 
-def _check_positions_of_teacher(path: str, tokens: int) -> None:
+def _check_positions_of_teacher(objective: ObjectiveConfig, tokens: int) -> None:
     """Raise :class:`UserError` when the longest prompt and response of ``tokens`` are more than the
-    teacher has positions, if there is a teacher here.
+    teacher has positions, if there is a teacher that can be asked.
     """
-    if not path or not Path(path).is_dir():
+    path = objective.teacher
+    if objective.teacher_is_served:
+        positions = (
+            load_part(SERVED_TEACHER).before_a_run(path).positions() - 1
+        )  # it samples one token behind them
+    elif path and Path(path).is_dir():
+        positions = read_architecture(path).max_position_embeddings
+    else:
         return
-    positions = read_architecture(path).max_position_embeddings
     if tokens > positions:
         raise UserError(
             f"objective.teacher={path} has {positions} positions (max_position_embeddings), and "

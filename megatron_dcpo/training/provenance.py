@@ -36,6 +36,7 @@ from megatron_dcpo.runtime import hub
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.http_json import without_password
 from megatron_dcpo.runtime.plugins import source_digest
 from megatron_dcpo.runtime.run_records import (
     CONFIG,
@@ -144,6 +145,8 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
     if not isinstance(config, Config) or not config.objective.teacher:
         return {}
     teacher = config.objective.teacher
+    if config.objective.teacher_is_served:
+        return {"teacher": {"url": without_password(teacher)}}
     return {"teacher": {"path": teacher, **digests(Path(teacher))}}
 
 
@@ -285,6 +288,13 @@ def check_resume(directory: Path, config: RunConfig) -> None:
                 f"model.path={hub.exact_name(path)}; name that one to resume, or another run_dir "
                 "to start again"
             )
+    teacher = _teacher_of(config).get("teacher", {})
+    taught_by = launches[-1].get("teacher", {}) if launches else {}
+    if teacher.get("path") == taught_by.get("path") and teacher != taught_by:
+        raise UserError(
+            f"objective.teacher={teacher['path']} is another model than when {directory} was "
+            "started; bring that one back to resume, or name the new one by another path"
+        )
     for name, old, new in differences(directory, config):
         if name == METHOD:
             raise UserError(
@@ -318,15 +328,18 @@ def record_start(
     counts: Mapping[str, int],
 ) -> None:
     """Write ``config.yaml`` and add an entry to ``run.json``. When a run is resumed, warn of the
-    options that differ, and keep a dated copy of the configuration that is replaced.
+    options that differ, and keep a dated copy of the configuration that is replaced. A run that is
+    done keeps the configuration that it was trained with.
     """
+    changed = {}
+    for name, old, new in differences(directory, config) if done else ():
+        if name not in ("run_dir", "training.resume"):
+            changed[name] = (old, new)
+    if done >= config.training.steps:
+        _say_that_it_is_done(changed)
+        return
     entry = launch(config, processes, done, counts)
     path = directory / CONFIG
-    changed = {}
-    if done:
-        for name, old, new in differences(directory, config):
-            if name not in ("run_dir", "training.resume"):
-                changed[name] = (old, new)
     for name, (old, new) in changed.items():
         if not name.startswith(FREE):
             logger.warning("resumed with %s=%s, before %s", name, new, old)
@@ -347,6 +360,13 @@ def record_start(
     write_atomically(path, to_yaml(config))
     launches = [*read_launches(directory), entry]
     write_atomically(directory / RUN, json.dumps({"launches": launches}, indent=1) + "\n")
+
+
+def _say_that_it_is_done(changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Name the options that change nothing about a run that is done."""
+    for name, (old, new) in changed.items():
+        if not name.startswith((*FREE, "evaluation.")):
+            logger.warning("%s=%s changes nothing: the run is done, with %s", name, new, old)
 
 
 def move_aside(directory: Path) -> Path | None:

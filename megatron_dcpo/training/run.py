@@ -35,6 +35,7 @@ from megatron_dcpo.training.checkpointer import Checkpointer, Identity, Megatron
 from megatron_dcpo.training.generation import Agents, Generation, Stream
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
+    SERVED_TEACHER,
     check_lengths,
     check_model,
     check_processes,
@@ -61,7 +62,15 @@ from megatron_dcpo.training.sources import (
     trained_problems,
 )
 from megatron_dcpo.training.trainer import Trainer
-from megatron_dcpo.training.updater import Callback, Reference, Updater, load_callback
+from megatron_dcpo.training.updater import (
+    Callback,
+    Reading,
+    Reference,
+    Teacher,
+    Updater,
+    load_callback,
+    logprobs_of,
+)
 from megatron_dcpo.training.validation import HeldOutProblems, Validator
 from megatron_dcpo.training.warnings import too_few
 from megatron_dcpo.training.weight_sync import WeightSync
@@ -139,7 +148,7 @@ def build(config: Config) -> Iterator[Run]:
     reference = None
     if any(inputs.method.options.blocks("kl_coef")):
         reference = build_reference(config, optimizer)
-    teacher = build_teacher(config, topology) if config.objective.teacher else None
+    teacher = teacher_of(config, topology)
     # The engine measures how much of the device is free: offload what the rollout does not need
     # before the engine starts.
     offload = Offload(
@@ -219,7 +228,7 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
-    check_teacher(config, arch, vocabulary)
+    check_teacher(config, arch, tokenizer)
     date = date_of(config)
     sources = load_sources(config, tokenizer, date)
     held_out = load_held_out(config, tokenizer, vocabulary, date)
@@ -349,6 +358,27 @@ def build_reference(
     return partial(_on_device, policy, on_host(policy, "reference"))
 
 
+def teacher_of(config: Config, topology: Topology) -> Teacher | None:
+    """Return what opens the teacher, a frozen policy or a server, if there is one."""
+    if not config.objective.teacher:
+        return None
+    if config.objective.teacher_is_served:
+        opened: Teacher = load_part(SERVED_TEACHER)(config.objective.teacher).opened
+        return opened
+    return reading_of(build_teacher(config, topology))
+
+
+def reading_of(frozen: Reference) -> Teacher:
+    """Return what opens a frozen policy as a teacher."""
+
+    @contextmanager
+    def opened() -> Iterator[Reading]:
+        with frozen() as policy:
+            yield partial(logprobs_of, policy)
+
+    return opened
+
+
 def build_teacher(config: Config, topology: Topology, reader: HFReader | None = None) -> Reference:
     """Return what opens the teacher: a frozen policy in the policy's layout, whose parameters wait
     on the host. ``reader``: as for :func:`build_policy`.
@@ -371,7 +401,7 @@ def build_updater(
     policy: Policy,
     optimizer: Optimizer,
     reference: Reference | None,
-    teacher: Reference | None,
+    teacher: Teacher | None,
 ) -> Updater:
     """Return the updater of the policy."""
     trainer = Trainer(

@@ -32,6 +32,9 @@ from megatron_dcpo.types import MicroBatch, TokenOutputs, TrainingSample, replac
 logger = logging.getLogger(__name__)
 
 Reference = Callable[[], AbstractContextManager[Policy]]
+# trainer, samples -> the log-probs float32 [T_i] of this rank's samples by their index; collective
+Reading = Callable[[Trainer, Sequence[TrainingSample]], dict[int, np.ndarray]]
+Teacher = Callable[[], AbstractContextManager[Reading]]
 # updater, scored mini-batch, step -> metrics
 Callback = Callable[["Updater", Sequence[TrainingSample], int], Mapping[str, float]]
 
@@ -59,7 +62,7 @@ class Updater:
         trainer: Trainer,
         method: Method,
         reference: Reference | None,
-        teacher: Reference | None,
+        teacher: Teacher | None,
         callback: Callback | None,
         config: Config,
     ) -> None:
@@ -153,31 +156,20 @@ class Updater:
         self, samples: Sequence[TrainingSample], reference: Policy
     ) -> list[TrainingSample]:
         """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference. Collective."""
-        rows = self._logprobs_of(reference, samples)
+        rows = logprobs_of(reference, self.trainer, samples)
         return [
             replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
         ]
 
     def with_teacher_logprobs(
-        self, samples: Sequence[TrainingSample], teacher: Policy
+        self, samples: Sequence[TrainingSample], reading: Reading
     ) -> list[TrainingSample]:
-        """Fill ``teacher_logprobs`` of this rank's samples, by the frozen teacher. Collective."""
-        rows = self._logprobs_of(teacher, samples)
+        """Fill ``teacher_logprobs`` of this rank's samples as the teacher has them. Collective."""
+        rows = reading(self.trainer, samples)
         return [
             replaced(sample, teacher_logprobs=rows.get(index))
             for index, sample in enumerate(samples)
         ]
-
-    def _logprobs_of(
-        self, frozen: Policy, samples: Sequence[TrainingSample]
-    ) -> dict[int, np.ndarray]:
-        """Return the log-probs of this rank's samples by another policy, which chooses experts by
-        itself. Collective.
-        """
-        unrouted = [
-            replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
-        ]
-        return self.trainer.logprobs(frozen, unrouted)
 
     def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
@@ -254,8 +246,8 @@ class Updater:
             with self.reference() as reference:
                 mini_batches = [self.with_ref_logprobs(each, reference) for each in mini_batches]
         if self.teacher is not None:
-            with self.teacher() as teacher:
-                mini_batches = [self.with_teacher_logprobs(each, teacher) for each in mini_batches]
+            with self.teacher() as reading:
+                mini_batches = [self.with_teacher_logprobs(each, reading) for each in mini_batches]
         return mini_batches
 
     def _call_back(
@@ -307,6 +299,18 @@ class Updater:
                 largest,
                 threshold,
             )
+
+
+def logprobs_of(
+    frozen: Policy, trainer: Trainer, samples: Sequence[TrainingSample]
+) -> dict[int, np.ndarray]:
+    """Return the log-probs of this rank's samples by another policy than the trainer's, which
+    chooses experts by itself. Collective.
+    """
+    unrouted = [
+        replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
+    ]
+    return trainer.logprobs(frozen, unrouted)
 
 
 def split_groups(

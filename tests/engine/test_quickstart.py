@@ -24,6 +24,7 @@ def test_quickstart_on_vllm(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "examples/quickstart/run.py",
+        "--whole",
         "--seed",
         "1",
         "--out",

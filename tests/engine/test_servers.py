@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.rollout import vllm_server
@@ -29,7 +29,8 @@ from megatron_dcpo.rollout.engine import SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.signals import RolloutAbandoned
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.training.served_teacher import ServedTeacher
+from megatron_dcpo.types import Prompt, Response, TokenSequence
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes
 from tests.engine.test_training import CONFIG, ENGINE, metrics, train
@@ -255,3 +256,32 @@ def logprobs_of(model: torch.nn.Module, prompt: Prompt, tokens: np.ndarray) -> t
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(prompt.token_ids) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_a_teacher_behind_vllm_says_what_transformers_says(tmp_path: Path) -> None:
+    endpoint = address()
+    base = endpoint.removesuffix("/v1")
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", POLICY),
+        *("--dtype", "float32"),
+        *("--port", base.rpartition(":")[2], "--max-model-len", "256"),
+    ]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    server = subprocess.Popen(list(map(str, command)), env=os.environ | environment)
+    try:
+        until(lambda: is_there(base), server)
+        teacher = ServedTeacher.before_a_run(endpoint)
+        teacher.check(len(tokenizer), lambda ids: str(tokenizer.decode(ids)))
+        assert teacher.positions() == 256
+        model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+        for length in (2, 40, 255):
+            ids = np.random.default_rng(length).integers(0, len(tokenizer), length)
+            with torch.no_grad():
+                logits = model(torch.tensor(ids)[None]).logits[0]
+            expected = logits.log_softmax(-1)[np.arange(length - 1), ids[1:]]
+            found = teacher.read(TokenSequence(ids, np.arange(length - 1)))
+            np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
+    finally:
+        server.terminate()
+        server.wait(60)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import run, train
+from tests.helpers.quickstart import SMALL, run, train
 
 POLICY = QUICKSTART / "policy"
 FEW = ("training.steps=1", "training.save_interval=0")
@@ -90,6 +90,21 @@ def test_every_layout_gives_the_same_log_probs(
         assert step[name] == pytest.approx(alone[name], rel=1e-4), name
     if "model.adapter.rank=4" not in overrides:
         assert step["grad_norm/total"] == pytest.approx(alone["grad_norm/total"], rel=1e-3)
+
+
+def test_another_teacher_does_not_resume(teacher: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(teacher, tmp_path / "other"))
+    train(tmp_path / "run", COEF, f"objective.teacher={other}", "training.steps=1")
+    launches = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "teacher" in json.dumps(launches)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    done = run(
+        *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}"),
+        *(*SMALL, "--resume", "auto", COEF, f"objective.teacher={other}", "training.steps=2"),
+    )
+    assert done.returncode == 2
+    assert f"objective.teacher={other}" in done.stderr
 
 
 @pytest.mark.parametrize(

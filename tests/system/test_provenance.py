@@ -61,6 +61,20 @@ def test_a_resume_says_what_differs_and_keeps_what_was(finished: Path, tmp_path:
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["objective"]["lam"] == 1.0
 
 
+def test_a_run_that_is_done_keeps_its_configuration(finished: Path, tmp_path: Path) -> None:
+    changes = ("rollout.group_size=2", "training.steps=2")
+    directory = tmp_path / "run"
+    shutil.copytree(finished, directory)
+    before = (directory / "config.yaml").read_bytes()
+    config = QUICKSTART / "dcpo.yaml"
+    settings = (*SMALL, *changes, "--resume", "auto")
+    done = run("train", "--config", config, f"run_dir={directory}", *settings)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "rollout.group_size=2 changes nothing" in done.stderr
+    assert (directory / "config.yaml").read_bytes() == before
+    assert len(json.loads((directory / "run.json").read_text())["launches"]) == 1
+
+
 @pytest.mark.parametrize("what", ["method", "model", "tokenizer"])
 def test_a_resume_refuses_what_cannot_change(finished: Path, tmp_path: Path, what: str) -> None:
     """One line, and every file stays as it was."""

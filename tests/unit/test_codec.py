@@ -254,7 +254,7 @@ def test_a_new_field_of_a_judgement_changes_two_files(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
-    assert len(NEW_FIELD) + len(("docs/samples.md", "a test")) <= 4
+    assert len(NEW_FIELD) + len(("docs/evaluate.md#samples", "a test")) <= 4
 
 
 def test_a_sample_needs_no_measures() -> None:

@@ -2,9 +2,9 @@ r"""Decide whether two answers are equivalent: by normalization, then by their f
 math-verify. The worker processes import this module, so it imports no torch.
 
 math-verify is used as in OpenCompass' evaluator (LaTeX with the box first, first match, nothing
-without an anchor; docs/verifier.md), and the key is the first argument of
-``verify``, as the library documents it. That order decides what an equation may stand for: with the
-arguments reversed, the answer ``1`` would pass for the key ``x^2 + y^2 = 1``. The reversed order is
+without an anchor; docs/bring_your_own.md), and the key is the first argument of ``verify``, as the
+library documents it. That order decides what an equation may stand for: with the arguments
+reversed, the answer ``1`` would pass for the key ``x^2 + y^2 = 1``. The reversed order is
 tried only for inequalities and memberships: there it lets ``-1 < x < 2`` be ``(-1, 2)``.
 """
 

@@ -80,7 +80,7 @@ def test_every_number_is_whole_in_80_columns(
     import comparison
 
     rows = json.loads((REPOSITORY / "docs" / "quickstart.json").read_text())["seed_1"]
-    comparison.show(rows)
+    comparison.show(rows, "seed 1")
     sys.modules.pop("comparison")
     shown = capsys.readouterr().out
     assert "…" not in shown
@@ -88,3 +88,23 @@ def test_every_number_is_whole_in_80_columns(
         (line,) = (line for line in shown.splitlines() if line.split()[:1] == [name])
         assert f"{row['brier']:.3f}" in line.split()
         assert f"{row['auroc_within']:.3f}" in line.split()
+
+
+def test_means_of_several_seeds(
+    comparison: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "seed_1", tmp_path / "seed_2"]
+    record = json.loads((REPOSITORY / "docs" / "quickstart.json").read_text())
+    for folder in folders:
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps(record[folder.name]))
+    comparison.means(folders, tmp_path / "means.json")
+    mean = json.loads((tmp_path / "means.json").read_text())["mean"]
+    ends = [record[folder.name]["grpo"]["brier"] for folder in folders]
+    assert mean["grpo"]["brier"] == pytest.approx(sum(ends) / 2)
+    assert f"{mean['grpo']['brier']:.3f}" in capsys.readouterr().out
+
+
+def test_without_answers_to_fit_on_nothing_is_recalibrated(begun: Any) -> None:
+    assert "grpo_recalibrated" in begun.rows
+    assert replace(begun, fitted=0).rows == ("base", "grpo")

@@ -178,8 +178,9 @@ def test_a_model_and_a_server_are_not_evaluated_together() -> None:
 
 
 def test_a_greedy_evaluation_has_one_response() -> None:
-    greedy = config_of("--model", "m", "--temperature", "0", "--repeats", "1")
-    assert greedy.evaluation.temperature == 0
+    assert config_of("--model", "m", "--temperature", "0").evaluation.samples == 1
+    assert config_of("--model", "m", "evaluation.temperature=0").evaluation.samples == 1
+    assert config_of("--model", "m", "--temperature", "0.7").evaluation.samples == 4
     with pytest.raises(UserError, match="--repeats 1"):
         config_of("--model", "m", "--temperature", "0", "--repeats", "2")
 

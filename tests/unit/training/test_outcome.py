@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ def test_it_names_the_policy_and_what_has_changed(tmp_path: Path) -> None:
         assert number in lines
     assert f"dcpo evaluate --model {run / 'policy'}" in lines
     assert f"dcpo report {run}" in lines
+
+
+def test_the_command_that_evaluates_names_the_benchmarks_of_the_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "my run", [{"step": 1}])
+    (run / "policy").mkdir()
+    config = "evaluation:\n  benchmarks: [math500, mine=held.jsonl]\n"
+    (run / "config.yaml").write_text(config)
+    (line,) = (line for line in outcome(run) if "dcpo evaluate" in line)
+    words = shlex.split(line.partition(": ")[2])
+    assert words[words.index("--benchmarks") + 1] == "math500,mine=held.jsonl"
+    assert words[words.index("--model") + 1] == str(run / "policy")
 
 
 def test_a_number_that_is_not_known_is_left_out(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import load_config
+from megatron_dcpo.rollout import local_engine
 from megatron_dcpo.training.dry_run import unlike_the_paper
 from tests.helpers.paths import EXAMPLES, QUICKSTART
 
@@ -277,3 +278,16 @@ def test_a_dry_run_of_sft_looks_at_the_run_directory_too(tmp_path, capsys):
         assert main([*command, f"run_dir={directory}"]) == 2
         assert why in capsys.readouterr().err
     assert main([*command, f"run_dir={tmp_path / 'new'}"]) == 0
+
+
+def test_an_engine_that_is_not_here_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an error: the run may be meant for another machine."""
+    monkeypatch.setattr(local_engine, "find_spec", lambda name: None)
+    config = ["--config", str(QUICKSTART / "dcpo.yaml")]
+    assert main(["train", *config, "--dry-run", "--json", "rollout.engine=vllm"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert "not installed" in facts["engine"]
+    assert main(["train", *config, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engine"] == "transformers"
