@@ -85,7 +85,6 @@ FULL += [(layout, QWEN3) for layout in ("tp2", "pp2", "tp2_pp2", "dp2_distribute
 FULL += [("tp2_pp2", LLAMA), ("tp2_sequence_parallel_packed", YARN), ("cp2_packed", QWEN3)]
 FULL_ONE = [("qwen3", False), ("llama", False)]
 FULL_UNEVEN = ("pp2_written_packed", "pp2_virtual2_first", "pp2_embedding_counts", "pp3_first")
-MICRO_BATCHES = (1, 3, 12)  # which the grid has, too
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +93,6 @@ def runs(tiny_models, tmp_path_factory):
         return {"model": str(tiny_models(family, tied, layers))}
 
     wanted = {("one", *which): Run(1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
-    for size in MICRO_BATCHES:
-        wanted["micro", size] = Run(1, model("qwen3", True) | {"micro_batch_size": size})
     probed = {"probe": True, "bucket_bytes": 20_000}
     for layout, which in SEVERAL:
         processes, parallel = LAYOUTS[layout]
@@ -113,7 +110,6 @@ def runs(tiny_models, tmp_path_factory):
     wanted["bf16"] = Run(2, model("qwen3") | reduced)
     full = [*FULL_UNEVEN, *((layout, *which) for layout, which in FULL), ("one", 6)]
     full += [("one", *which) for which in FULL_ONE]
-    full += [("micro", size) for size in MICRO_BATCHES]
     return runs_by_name(wanted, full, tmp_path_factory.mktemp)
 
 
@@ -207,15 +203,6 @@ def same_probe(found, expected, rtol):
                     f"{metric} {group} {key}"
                 )
         assert expected[metric]["all"]["norm_a"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCHES)
-def test_micro_batch_size_does_not_matter(runs, one_process, micro_batch_size):
-    result = runs(("micro", micro_batch_size))[0]
-    expected = one_process("qwen3", True)
-    np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
-    np.testing.assert_allclose(result["norms"], expected["norms"], rtol=2e-5)
 
 
 def test_bf16_with_distributed_optimizer_runs(runs):
