@@ -45,6 +45,7 @@ FULL = (
     "ep2",
     "ep2_packed_recomputed_overlap",
     "tp2_ep1_etp2",
+    "tp2_ep2_etp2",
     "tp2_ep4_etp1",
     "ep2_pp2",
 )
