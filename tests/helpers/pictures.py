@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
 
-
-def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Take the place of ``diagrams.save``."""
+def _save(figure: None, path: str | Path) -> list[Path]:
     return []
 
 
-def inline_svg(figure: Figure, label: str) -> str:
-    """Take the place of ``diagrams.inline_svg``."""
+def _inline_svg(figure: None, label: str) -> str:
     return "<svg></svg>"
+
+
+def _no_figure(*data: object, **options: object) -> None:
+    return None
+
+
+FIGURES = (
+    *("reliability_diagram", "confidence_histogram", "comparison_grid", "run_panel"),
+    *("curve_figure", "stopping_figure", "coverage_figure"),
+)
+# what takes the places of functions of calibration.diagrams
+NONE: dict[str, Callable[..., Any]] = {"save": _save, "inline_svg": _inline_svg}
+NONE |= dict.fromkeys(FIGURES, _no_figure)

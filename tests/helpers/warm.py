@@ -335,7 +335,8 @@ def _serve(listener: socket.socket) -> None:
     from megatron_dcpo.rollout.transformers_library import auto_class
     from tests.helpers import pictures
 
-    diagrams.save, diagrams.inline_svg = pictures.save, pictures.inline_svg
+    for name, function in pictures.NONE.items():
+        setattr(diagrams, name, function)
     auto_class(
         "AutoModelForCausalLM"
     )  # with what torch's optimizers import 2 s, which every rank would take itself

@@ -12,5 +12,5 @@ from tests.helpers import pictures
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no diagram, but in tests that look at pictures, which are marked ``draws``."""
     if not request.node.get_closest_marker("draws"):
-        monkeypatch.setattr(diagrams, "save", pictures.save)
-        monkeypatch.setattr(diagrams, "inline_svg", pictures.inline_svg)
+        for name, function in pictures.NONE.items():
+            monkeypatch.setattr(diagrams, name, function)
