@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"[-+]?(?:\d[\d,]*)?\.?\d+"
 LOOSE = re.compile(rf"(?<![\w.,@])(?<!\d ){NUMBER}(?![\w@]|[.,]\d)")
+NEXT_SOURCE = re.compile(r" \+ (?=(?:abs |first )?[\w/]+\.(?:json|md) )")  # rows have a + too
 TITLES = ("settings", "from the referee", "not recorded")
 Table = tuple[str, dict[str, dict[str, str]]]  # "heading / text above", {row: {column: cell}}
 
@@ -48,7 +49,7 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
     text = text.partition("<!-- no records from here on -->")[0]
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
     text = " ".join(
-        re.sub(r"`[^`]*`|\]\([^)]*\)|^#.*$|^\d\.|\(\d\)", " ", text, flags=re.MULTILINE).split()
+        re.sub(r"`[^`]*`|\]\([^)]*\)|^#.*$|^\d+\.|\(\d\)", " ", text, flags=re.MULTILINE).split()
     )
     problems = []
     for entry in entries:
@@ -64,7 +65,7 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
                 shown = list(match.groups())
                 expected = [
                     number
-                    for source in sources.split(" + ")
+                    for source in NEXT_SOURCE.split(sources)
                     for number in values(source.strip(), records)
                 ]
                 if len(shown) != len(expected) or not all(map(same, shown, expected)):

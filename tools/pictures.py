@@ -1,10 +1,10 @@
-"""Take the pictures of the documentation, docs/report.png and docs/live.png, from the runs of the
-quickstart.
+"""Take the pictures of the documentation, docs/report.png and docs/rollouts.png, from the runs of
+the quickstart.
 
     python tools/pictures.py runs/pictures [--out docs] [--narrow build/pictures]
 
 Headless Chromium (``apt-get install chromium``), 1,280 wide; the same pages 420 wide go to
---narrow, to be looked at. The live page is shown as it was in the middle of the training.
+--narrow, to be looked at. The rollouts are those of the middle of a training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from PIL import Image
@@ -25,7 +24,6 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_dcpo.evaluation.live import live_server  # noqa: E402
 from megatron_dcpo.evaluation.report import write_report  # noqa: E402
 from megatron_dcpo.evaluation.run_description import total_steps  # noqa: E402
 from megatron_dcpo.evaluation.runs import find_runs  # noqa: E402
@@ -35,13 +33,12 @@ CHROMIUM = next(
 )
 MOST_BYTES = 250_000
 NARROWEST = 500  # of a window of Chromium; a narrower page is shown in a frame
-SIZES = {"report": {1280: 1530, 420: 3600}, "live": {1280: 1540, 420: 3400}}  # width: height
+SIZES = {"report": {1280: 1530, 420: 3600}, "rollouts": {1280: 1000, 420: 1600}}  # width: height
+ROLLOUTS_ALONE = "main > section:not(#rollouts) { display: none }"
 
 
 def until_the_middle(run: Path, copy: Path) -> int:
-    """Copy of a run directory what the live page reads, up to half of its steps; return
-    that step.
-    """
+    """Copy of a run directory what its page reads, up to half of its steps; return that step."""
     last = (total_steps(run) or 0) // 2
     copy.mkdir(parents=True)
     shutil.copy(run / "config.yaml", copy)
@@ -117,25 +114,19 @@ def main() -> None:
         raise SystemExit("there is no chromium on the PATH; apt-get install chromium")
     with tempfile.TemporaryDirectory() as place:
         until_the_middle(arguments.quickstart / "dcpo", Path(place) / "dcpo")
-        with live_server(Path(place) / "dcpo", 0) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            runs = find_runs(
-                [arguments.quickstart / name for name in ("base", "grpo", "dcpo", "dcpo_proper")]
-            )
-            report = write_report(runs, Path(place) / "report.html").as_uri()
-            for name, url in (
-                ("report", report),
-                ("live", f"http://127.0.0.1:{server.server_port}/"),
-            ):
-                for width, height in SIZES[name].items():
-                    folder = arguments.out if width >= NARROWEST else arguments.narrow
-                    take(
-                        url,
-                        width,
-                        height,
-                        folder / f"{name}{'' if width >= NARROWEST else f'_{width}'}.png",
-                    )
-            server.shutdown()
+        runs = find_runs(
+            [arguments.quickstart / name for name in ("base", "grpo", "dcpo", "dcpo_proper")]
+        )
+        report = write_report(runs, Path(place) / "report.html")
+        middle = write_report(
+            find_runs([Path(place) / "dcpo"]), Path(place) / "rollouts.html", "dcpo"
+        )
+        middle.write_text(middle.read_text().replace("</style>", f"{ROLLOUTS_ALONE}</style>"))
+        for page in (report, middle):
+            for width, height in SIZES[page.stem].items():
+                narrow = "" if width >= NARROWEST else f"_{width}"
+                folder = arguments.narrow if narrow else arguments.out
+                take(page.as_uri(), width, height, folder / f"{page.stem}{narrow}.png")
 
 
 if __name__ == "__main__":

@@ -483,8 +483,10 @@ class TrainingConfig(LoopConfig):
 class LoggingConfig:
     """What a run writes besides metrics.jsonl."""
 
-    to: Names = ("tensorboard",)
-    """Loggers: tensorboard, wandb, mlflow, swanlab, trackio, or one of yours by import path."""
+    to: Names = ("tensorboard", "report")
+    """Loggers: tensorboard, report (report.html, every minute), wandb, mlflow, swanlab, trackio, or
+    one of yours by import path.
+    """
     project: str = ""
     """Project of those but tensorboard; empty: the name of the directory that run_dir is in."""
     samples_interval: NonNegative = 10

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from megatron_dcpo.evaluation.scoring import (
     bins_from_json,
     headline,
 )
+from megatron_dcpo.evaluation.shown_rollouts import LOOKED_FOR, ShownRollouts, rollouts_of
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import read_warnings
 from megatron_dcpo.runtime.text import encodable
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 _NOTED = ("accuracy", "ece", "pce", "auroc", "auroc_within", "auroc_within_problem")
 _TURN_NOTED = ("n", "accuracy", "ece", "brier", "auroc")
-_SAMPLES_SHOWN = 6
 _MOST_KINDS_SHOWN = 20
 _PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
 
@@ -152,7 +152,22 @@ def write_report_of_run(directory: Path) -> None:
     write_report(runs, directory / "report.html", directory.absolute().name)
 
 
-def render_report(runs: Sequence[EvaluatedRun], title: str = "Accuracy and calibration") -> str:
+@dataclass(frozen=True)
+class Followed:
+    """A run that trains while its page is looked at: the page says its ``state`` and asks every few
+    ``seconds`` for another one than that of ``tag``.
+    """
+
+    state: str
+    tag: str
+    seconds: int
+
+
+def render_report(
+    runs: Sequence[EvaluatedRun],
+    title: str = "Accuracy and calibration",
+    followed: Followed | None = None,
+) -> str:
     """Return the page as one string (``report.html.j2``)."""
     environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
@@ -186,7 +201,11 @@ def render_report(runs: Sequence[EvaluatedRun], title: str = "Accuracy and calib
         stopping=_stopping(runs),
         legend=legend,
         curves=_curves(trained),
-        samples={run.name: _samples(run) for run in runs if run.samples},
+        rollouts={run.name: _rollouts(run) for run in runs if run.samples},
+        looked_for=LOOKED_FOR,
+        state=followed.state if followed else "",
+        followed=followed.tag if followed else "",
+        seconds=followed.seconds if followed else 0,
         data=_embedded(comparison(runs)),
     )
 
@@ -522,68 +541,9 @@ def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Pictu
     return pictures
 
 
-def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
-    """Return the texts that the page shows of a few responses of a run."""
-    marker = (run.evaluation or {}).get("marker", CONFIDENCE_TAG)
-    shown = []
-    for row in choose_samples(run.samples):
-        reasoning, confidence = _two_blocks(row, marker)
-        stated = row.get("status", "no confidence")
-        if is_number(row.get("confidence")):
-            stated = f"says {row['confidence']:.2f}"
-        shown.append(
-            {
-                "verdict": "correct" if row.get("correct") else "wrong",
-                "stated": str(stated),
-                "key": str(row.get("category") or f"key {row.get('ground_truth', '')}"),
-                "problem": str(row.get("problem") or ""),
-                "reasoning": reasoning,
-                "confidence": confidence,
-            }
-        )
-    return shown
-
-
-def choose_samples(
-    samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN
-) -> list[Mapping[str, Any]]:
-    """Return over-confident mistakes, correct answers of low and of high confidence, and malformed
-    ones in turn, at most one response to a problem.
-    """
-    stated = [row for row in samples if is_number(row.get("confidence"))]
-    by_confidence = sorted(stated, key=lambda row: -row["confidence"])
-    wrong = [row for row in by_confidence if not row.get("correct")]
-    right = [row for row in by_confidence if row.get("correct")]
-    malformed = [row for row in samples if row.get("confidence") is None]
-    queues = [deque(rows) for rows in (wrong, reversed(right), right, malformed)]
-    chosen: list[Mapping[str, Any]] = []
-    problems = set()
-    while any(queues) and len(chosen) < count:
-        for queue in queues:
-            while queue:
-                row = queue.popleft()
-                problem = row.get("prompt_id", id(row))
-                if problem not in problems and len(chosen) < count:
-                    problems.add(problem)
-                    chosen.append(row)
-                    break
-    return chosen
-
-
-def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
-    """Return the reasoning and the confidence block of a response, as the trainer split it; the
-    response of an evaluation is split at the last marker.
-    """
-    blocks = {"reasoning": "", "confidence": ""}
-    for text, block, _ in row.get("pieces") or ():
-        blocks["confidence" if block == "confidence" else "reasoning"] += str(text)
-    if any(blocks.values()):
-        return blocks["reasoning"], blocks["confidence"]
-    text = str(row.get("text") or "")
-    at = text.rfind(marker)
-    if at < 0:
-        return text, ""
-    return text[:at], text[at:]
+def _rollouts(run: EvaluatedRun) -> ShownRollouts:
+    """Return the responses of a run that the page shows."""
+    return rollouts_of(run.samples, (run.evaluation or {}).get("marker", CONFIDENCE_TAG))
 
 
 def _embedded(value: object) -> Markup:

@@ -1,5 +1,5 @@
-"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab,
-Trackio, or a logger by import path.
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard, the page of the run, Weights & Biases,
+MLflow, SwanLab, Trackio, or a logger by import path.
 
 Each package is imported only if ``logging.to`` names it, and reads its own environment variables
 (``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ``SWANLAB_MODE``). A logger that fails while a run
@@ -12,9 +12,13 @@ import importlib.util
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -60,7 +64,7 @@ def check_loggers(config: RunConfig) -> None:
             raise UserError(
                 f"logging.to={name}: unknown logger{hint}, or write file.py:function of your own"
             )
-        elif importlib.util.find_spec(name) is None:
+        elif OPENERS[name] is not Report and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"logging.to={name}, but the package {name} is not installed; pip install {name}, "
                 "or remove it from logging.to"
@@ -119,7 +123,7 @@ def open_loggers(
                 ) from None
         yield loggers.log
     finally:
-        if loggers.opened.keys() - {"tensorboard"}:
+        if loggers.opened.keys() - {"tensorboard", "report"}:
             _write_report(directory)
         artifacts = [directory / name for name in ARTIFACTS]
         loggers.finish([path for path in artifacts if path.is_file()])
@@ -186,6 +190,46 @@ class TensorBoard:
 
     def finish(self, artifacts: Sequence[Path]) -> None:
         self.writer.close()
+
+
+class Report:
+    """Writes ``report.html`` anew while the run trains, every minute at most, in a process of its
+    own, which takes the cores that training leaves; and at the end, if it has been written.
+    """
+
+    _SECONDS = 60.0
+    _LAST_SECONDS = 120.0  # that the end of a run waits for its report
+
+    def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
+        self.directory = directory
+        self.begun = time.monotonic()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        is_written = self.process is not None and self.process.poll() is None
+        if is_written or time.monotonic() - self.begun < self._SECONDS:
+            return
+        self._write()
+
+    def finish(self, artifacts: Sequence[Path]) -> None:
+        if self.process is None:
+            return
+        self.process.wait(self._LAST_SECONDS)
+        self._write().wait(self._LAST_SECONDS)
+
+    def _write(self) -> subprocess.Popen[bytes]:
+        self.begun = time.monotonic()
+        command = [sys.executable, "-m", "megatron_dcpo", "report", str(self.directory)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with suppress(OSError):  # it has ended, or this is not Linux
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, 10)
+        return self.process
 
 
 class WandB:
@@ -299,6 +343,7 @@ class Trackio:
 OPENERS: Mapping[str, Open] = MappingProxyType(
     {
         "tensorboard": TensorBoard,
+        "report": Report,
         "wandb": WandB,
         "mlflow": MLflow,
         "swanlab": SwanLab,

@@ -31,6 +31,7 @@ from lab.results import write_archive
 from tests.helpers.paths import REPOSITORY
 
 POLICY = REPOSITORY / "examples" / "quickstart" / "policy"
+PUBLISHED = REPOSITORY / "docs" / "lab"
 FIT_SHA256 = "99a6a90962ff2b901b9b64e830823adbb0af9bbfd5d333767149ab5ef61cb24d"
 
 
@@ -313,3 +314,10 @@ def test_every_arm_states_a_number_for_every_answer_to_the_test(
     result = tables.tables(tmp_path / tables.RECORDS, tmp_path)
     assert result["mixed"] == [30, 30]
     assert set(result["controls"]["no note"]) == {*CONTROLLED, "reader"}
+
+
+@pytest.mark.slow
+def test_the_published_tables_are_those_of_the_published_records(tmp_path: Path) -> None:
+    tables.tables(PUBLISHED / tables.RECORDS, tmp_path)
+    for name in ("note.json", "note_tables.md"):
+        assert (tmp_path / name).read_text() == (PUBLISHED / name).read_text()

@@ -67,7 +67,7 @@ def live(directory: Path) -> tuple[int, str]:
         thread.start()
         try:
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-            connection.request("GET", "/data?have=")
+            connection.request("GET", "/")
             reply = connection.getresponse()
             return reply.status, reply.read().decode()
         finally:
@@ -79,7 +79,7 @@ def check_live(directory: Path) -> None:
     status, text = live(directory)
     assert status in (200, 503)
     if status == 200:
-        json.loads(text)
+        assert "</html>" in text
     else:
         assert "\n" not in text
 
@@ -104,8 +104,7 @@ def test_numbers_that_no_float_holds_are_left_out(
     assert report(tmp_path / "run", capsys) == 0
     status, text = live(tmp_path / "run")
     assert status == 200
-    (accuracy,) = [c for c in json.loads(text)["curves"] if c["title"] == "Accuracy"]
-    assert [step for step, _ in accuracy["lines"][0]] == list(range(12))
+    assert "step 12" in text
 
 
 @pytest.mark.parametrize("config", CONFIGS)

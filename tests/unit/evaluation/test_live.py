@@ -49,21 +49,20 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         thread.join()
 
 
-def get(port: int, path: str, host: str | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+def get(port: int, path: str, host: str | None = None) -> tuple[int, str, str]:
+    """Status, text and tag of a reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", path, headers={"Host": host} if host else {})
     reply = connection.getresponse()
-    return reply.status, reply.read().decode()
+    return reply.status, reply.read().decode(), reply.getheader("ETag") or ""
 
 
-def test_new_steps_are_news_and_old_ones_are_not(served: Any) -> None:
+def test_new_steps_are_a_new_page_and_old_ones_are_not(served: Any) -> None:
     root, port = served
-    status, text = get(port, "/data?have=")
-    first = json.loads(text)
-    assert (status, first["step"]) == (200, 11)
-    (accuracy,) = [curve for curve in first["curves"] if curve["title"] == "Accuracy"]
-    assert accuracy["lines"] == [[[step, 0.5 + step / 100] for step in range(12)]]
-    assert get(port, f"/data?have={first['tag']}") == (204, "")
+    status, first, tag = get(port, "/")
+    assert status == 200
+    assert "step 11" in first
+    assert get(port, f"/page?have={tag}")[:2] == (204, "")
     row = {
         "step": 12,
         "reward/accuracy": 0.9,
@@ -72,31 +71,36 @@ def test_new_steps_are_news_and_old_ones_are_not(served: Any) -> None:
     }
     with (root / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + '\n{"step": 13, "rew')  # a row that is being written
-    second = json.loads(get(port, f"/data?have={first['tag']}")[1])
-    assert second["step"] == 12
-    assert [c["lines"][0] for c in second["curves"] if c["title"].startswith("mine: ECE")] == [
-        [[12, 0.1]]
-    ]
+    status, second, newer = get(port, f"/page?have={tag}")
+    assert status == 200
+    assert newer != tag
+    assert "step 12" in second
+    assert "mine: ECE" in second
+    assert "mine: ECE" not in first
 
 
-def test_samples_have_blocks_and_advantages(served: Any) -> None:
-    shown = json.loads(get(served[1], "/data?have=x")[1])["samples"]
-    assert [sample["pieces"] for sample in shown] == [SAMPLE["pieces"]]
+def test_rollouts_have_blocks_and_advantages(served: Any) -> None:
+    page = get(served[1], "/")[1]
+    for text, (block, advantage) in {
+        "&lt;/script&gt;": ("reasoning", "+0.5"),
+        "0.8": ("confidence", "-0.25"),
+    }.items():
+        assert f'title="{block}, advantage {advantage}">{text}</span>' in page
 
 
 def test_the_page_loads_nothing_else(served: Any) -> None:
-    status, page = get(served[1], "/")
+    status, page, _ = get(served[1], "/")
     assert status == 200
     assert not re.findall(
-        r'(?:src|href)="(?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', page
+        r'(?:src|href)="(?!data:|#)|url\((?!#)|@import|https?://(?!www\.w3\.org/)', page
     )
     assert get(served[1], "/metrics.jsonl")[0] == 404
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:8765"])
 def test_only_names_of_this_machine_are_answered(served: Any, host: str) -> None:
-    assert get(served[1], "/data?have=", host)[0] == 403
-    assert get(served[1], "/data?have=", "localhost:1")[0] == 200
+    assert get(served[1], "/", host)[0] == 403
+    assert get(served[1], "/", "localhost:1")[0] == 200
 
 
 def test_bad_input_is_one_line(

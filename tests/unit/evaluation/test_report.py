@@ -260,7 +260,7 @@ def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None
     evaluated(tmp_path / "<run>", samples=nasty)
     page = report.render_report(find_runs([tmp_path / "<run>"]))
     assert "<script>x" not in page
-    assert "<mark>&lt;conf&gt; Confidence: 0.9</mark>" in page
+    assert 'class="confidence" title="confidence">&lt;conf&gt; Confidence: 0.9</span>' in page
     assert "&lt;b&gt;1 &amp; 2&lt;/b&gt;" in page
     assert "<run>" not in page
 
@@ -357,7 +357,7 @@ def test_a_training_run_alone(tmp_path: Path) -> None:
     assert "Not evaluated: last training step" in page
     assert "61.0%</td>" in page
     assert "unparsable" in page
-    assert "<mark>&lt;conf&gt; sure</mark>" in page
+    assert 'class="confidence" title="confidence">&lt;conf&gt; sure</span>' in page
 
 
 def test_a_run_that_was_never_evaluated_says_how(
