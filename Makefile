@@ -1,6 +1,7 @@
 # make setup       .venv with everything, pinned           make quickstart [SEED=k]   trains, evaluates, one picture
 # make test        the test suite                          make test-fast             its quick part, for every day
 # make test-full   the same with every case                make test-sandbox, fuzz    the whole of two suites
+# make test-extras lab, examples, benchmarks, tools         make test-changed [SINCE=revision]   what can see a change
 # make test-python PYTHON=python3.12 CORE=0.19.2           the numbers on another Python and Megatron-core
 # make serve       answers with confidences, in a browser
 # make lint        ruff, mypy, shellcheck, the documentation's links
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-table quickstart-moe smollm2 smollm2-served serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-table quickstart-moe smollm2 smollm2-served serve calculator policy test test-changed test-extras test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs dist clean
 
 setup: $(VENV)/.installed
@@ -24,9 +25,10 @@ setup: $(VENV)/.installed
 # torch first and alone: its CPU build satisfies the pin where pip can find it, and nothing later replaces it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
 	sed 's/^megatron-core==.*/megatron-core==$(CORE)/' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[cpu,dev]" --constraint $(VENV)/constraints.txt
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # on all cores; pip would on one. Some packages have files of Python 2
 	touch $@
 	@echo 'dcpo is installed: . $(VENV)/bin/activate puts it on the PATH of this shell, or call $(BIN)/dcpo'
 
@@ -76,9 +78,22 @@ policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py
 	$(BIN)/python examples/quickstart/make_policy.py --family qwen3_moe --out examples/quickstart/moe --data examples/quickstart/data
 
-# three workers on two cores: a quarter of the time tests wait, for signals, servers and watchdogs
+# this checkout works: a case of every room. Three workers on two cores: a quarter of the time tests wait, for signals,
+# servers and watchdogs
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(IN_ORDER) -m "not full" --hypothesis-profile=ci --durations=20 tests
+	$(PYTEST) -n 3 $(IN_ORDER) -m "not full and not extras" --hypothesis-profile=ci --durations=20 tests
+
+# lab, examples, benchmarks and tools
+test-extras: setup
+	$(PYTEST) -n 3 $(IN_ORDER) -m "not full" --hypothesis-profile=ci --durations=20 tests/extras
+
+# the files of tests below IN that import, name or are what differs from a revision, the working tree included
+SINCE ?= HEAD
+IN ?= tests
+test-changed: setup
+	files=$$($(BIN)/python tools/changed_tests.py $(SINCE) $(IN)) && if test "$$files"; then \
+		$(PYTEST) -n 3 $(IN_ORDER) -m "not full" --hypothesis-profile=ci --durations=20 $$files; fi
 
 # everything: more cases of the sandboxes, two to three times as many examples of each property
 test-full: setup
@@ -112,7 +127,7 @@ dist: setup
 test-grid: setup
 	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest -s tests/distributed/test_grid.py
 
-# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4), every signal in every phase of a step
+# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 1), every signal in every phase of a step
 # (the suite: two), one failure of each kind of file, and 30 SIGKILLs of each other verb that continues
 test-resilience: setup
 	OMP_NUM_THREADS=1 DCPO_KILLS=20 DCPO_SIGNALS=all $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
@@ -130,7 +145,7 @@ test-engine: setup-engine
 # the report's pages in headless Chromium (apt-get install chromium)
 test-browser: setup
 	OMP_NUM_THREADS=1 DCPO_TEST_BROWSER=1 $(BIN)/python -m pytest -rs tests/system/test_report_in_browser.py tests/system/test_live_in_browser.py \
-		tests/system/test_serve.py
+		tests/extras/examples/test_serve.py
 
 # PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
 test-peft: setup

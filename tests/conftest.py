@@ -14,7 +14,7 @@ from tests.helpers.paths import DATA
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # no test depends on how busy the machine is; make test has --hypothesis-profile=ci
 hypothesis.settings.register_profile("shared machine", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("shared machine")
 
 

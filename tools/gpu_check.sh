@@ -13,7 +13,7 @@
 #       interpreter (python3). RESULTS holds summary.txt, the items' lines, and at the end, however it comes, one all.tar.gz; if
 #       it is killed outright, the logs as far as they got. The status is 0 if no item failed.
 set -uo pipefail
-# shellcheck disable=SC2034 # read by tests/unit/tools/test_gpu_check.py, with the names below
+# shellcheck disable=SC2034 # read by tests/extras/tools/test_gpu_check.py, with the names below
 MACHINE="torch transformers httpx h11 numpy triton pytest pytest-timeout hypothesis psutil einops rich matplotlib sentencepiece packaging pyyaml"
 OURS="megatron-core omegaconf antlr4-python3-runtime latex2sympy2_extended math-verify annotated-types typing-inspection pydantic
     pydantic_core httpx2 httpcore2 truststore"

@@ -41,8 +41,15 @@ RESUMED = {
 }
 ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
 # with `make test-full`: their parts stand in the others
-FULL = ("ep2_packed_recomputed_overlap", "tp2_ep1_etp2", "ep2_pp2")
-FULL_RESUMED = ("ep2_pp2",)
+FULL = (
+    "ep2",
+    "ep2_packed_recomputed_overlap",
+    "tp2_ep1_etp2",
+    "tp2_ep2_etp2",
+    "tp2_ep4_etp1",
+    "ep2_pp2",
+)
+FULL_RESUMED = ("ep2_pp2", "tp2_ep2_etp2")
 
 
 @pytest.fixture(scope="module")

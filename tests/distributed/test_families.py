@@ -22,7 +22,7 @@ TIED = ("gemma3",)
 # the others are in the full suite
 QUICK = {
     ("glm4", "tp2_sequence_parallel_packed"),
-    ("olmo3", "tp2_pp2"),
+    ("olmo3", "tp2_sequence_parallel_packed"),
     ("gemma3", "cp2_packed"),
 }
 CASES = cases(FAMILIES, LAYOUTS, QUICK)
@@ -41,7 +41,7 @@ def against_transformers(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy_of(model, tmp_path_factory):
-    return results_in(model, LAYOUTS, {}, tmp_path_factory.mktemp)
+    return results_in(model, LAYOUTS, QUICK, {}, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

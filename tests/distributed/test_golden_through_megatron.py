@@ -58,8 +58,11 @@ CASES = {
     ),
     "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
 }
-# with `make test-full`; the grid has every pair of them
+# with `make test-full`: here the denominators over two ranks, in the grid every pair of layouts
 FULL = (
+    "permuted_micro1",
+    "tp2_packed",
+    "pp2_virtual2",
     "packed_micro4",
     "cp2_micro4",
     "cp2_packed",

@@ -43,7 +43,9 @@ SIGMOID = {
 }
 # with `make test-full`: what the others try, in another layout
 FULL_SUITE = (
+    "packed",
     "recomputed",
+    "a_layer_recomputed",
     "dp2",
     "tp2_packed_recomputed",
     "pp2_recomputed",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_parallel_parity import same_probe
-from tests.helpers.launch import Run, runs_by_name, torchrun, torchrun_all
+from tests.helpers.launch import Run, runs_by_name, torchrun
 from tests.helpers.transformer_engine import environment
 
 FUSED = {"megatron": {"gradient_accumulation_fusion": True}}
@@ -64,6 +64,9 @@ RUNS += [("cp2", OTHER_FORMS[2])]
 FULL = [(layout, which) for layout in ("one", "tp2") for which in FAMILIES[1:]]
 FULL += [(layout, FAMILIES[0]) for layout in ("recomputed", "tp2", "cp2", "fused", "cp2_packed")]
 FULL += [(layout, FAMILIES[0]) for layout in ("dp2_distributed_optimizer", "fused_pp2_virtual2")]
+FULL += [(layout, FAMILIES[0]) for layout in ("one", "one_packed", "pp2_virtual2")]
+FULL += [("fused_recomputed", FAMILIES[0]), ("cp2", OTHER_FORMS[2])]
+FULL_FAMILIES = FAMILIES[1:]
 FAMILIES += OTHER_FORMS
 CASES = [pytest.param(*run, marks=[pytest.mark.full] * (run in FULL)) for run in RUNS]
 
@@ -71,9 +74,10 @@ CASES = [pytest.param(*run, marks=[pytest.mark.full] * (run in FULL)) for run in
 @pytest.fixture(scope="module")
 def local(tiny_models, tmp_path_factory):
     """The local layers in one process."""
-    jobs = [("policy", {"model": str(tiny_models(*which)), "probe": True}) for which in FAMILIES]
-    found = torchrun_all(jobs, 1, tmp_path_factory.mktemp("local"))
-    return {which: ranks[0] for which, ranks in zip(FAMILIES, found, strict=True)}
+    wanted = {
+        which: Run(1, {"model": str(tiny_models(*which)), "probe": True}) for which in FAMILIES
+    }
+    return runs_by_name(wanted, FULL_FAMILIES, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def ranks(tiny_models, tmp_path_factory):
     ("layout", "which"), CASES, ids=lambda value: value if isinstance(value, str) else value[0]
 )
 def test_layers_equal_the_local_ones(ranks, local, layout, which):
-    expected, found = local[which], ranks((layout, which))
+    (expected,), found = local(which), ranks((layout, which))
     logprobs = {index: values for rank in found for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)

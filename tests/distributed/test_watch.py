@@ -2,67 +2,76 @@
 or goes on.
 """
 
-import contextlib
 import json
+import os
 import signal
 import subprocess
 
 import pytest
 
 from megatron_dcpo.errors import EXIT_PEER_LOST
+from tests.helpers import warm
 from tests.helpers.cases import full_only
-from tests.helpers.launch import without_launcher
+from tests.helpers.launch import ranks, without_launcher, worker
 
 
-@contextlib.contextmanager
-def ranks(scenario, directory, count=3):
+def ended(scenario, directory, count=3):
+    """The ranks of a job without a launcher, which would end the others when one ends."""
+    words = worker(directory, ("watch", {"scenario": scenario}))[2:]
+    environments = [os.environ | rank for rank in ranks(count)]
+    return warm.run_apart("tests.distributed.worker", words, environments, timeout=180)
+
+
+def assert_named(said, rank, pid):
+    assert f"rank {rank} ends: lost rank 1 (" in said
+    assert f"pid {pid}), in train of step 7 at watch.py:" in said
+    assert "rank 2" not in said.split("lost", 1)[1]
+
+
+def test_killed_rank_is_named_by_all_others(tmp_path):
+    done = ended("killed", tmp_path)
+    assert [rank.returncode for rank in done] == [EXIT_PEER_LOST, -signal.SIGKILL, EXIT_PEER_LOST]
+    for rank in (0, 2):
+        assert_named(done[rank].stderr, rank, done[1].pid)
+
+
+@pytest.mark.full  # a killed one
+def test_frozen_rank_is_named_by_all_others(tmp_path):
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = without_launcher("watch", count, directory, {"scenario": scenario}, **how)
+    started = without_launcher("watch", 3, tmp_path, {"scenario": "frozen"}, **how)
     try:
-        yield started
+        for rank in (0, 2):
+            _, said = started[rank].communicate(timeout=180)
+            assert started[rank].returncode == EXIT_PEER_LOST, said
+            assert_named(said, rank, started[1].pid)
+        assert started[1].poll() is None
     finally:
         for process in started:
             process.kill()
             process.communicate()
 
 
-@pytest.mark.parametrize("scenario", full_only(("killed", "frozen"), ("frozen",)))
-def test_lost_rank_is_named_by_all_others(scenario, tmp_path):
-    with ranks(scenario, tmp_path) as started:
-        for rank in (0, 2):
-            _, said = started[rank].communicate(timeout=180)
-            assert started[rank].returncode == EXIT_PEER_LOST, said
-            assert f"rank {rank} ends: lost rank 1 (" in said
-            assert f"pid {started[1].pid}), in train of step 7 at watch.py:" in said
-            assert "rank 2" not in said.split("lost", 1)[1]
-        assert started[1].poll() == (-signal.SIGKILL if scenario == "killed" else None)
-
-
 def test_failed_rank_shows_its_own_error(tmp_path):
-    with ranks("broken", tmp_path) as started:
-        outcomes = [process.communicate(timeout=180)[1] for process in started]
-        assert "a mistake in the program" in outcomes[1]
-        assert "rank 1 fails while all ranks are alive: rank 0" in outcomes[1]
-        assert [process.returncode for process in started] == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
-        assert "lost rank 1" in outcomes[0]
+    done = ended("broken", tmp_path)
+    assert "a mistake in the program" in done[1].stderr
+    assert "rank 1 fails while all ranks are alive: rank 0" in done[1].stderr
+    assert [rank.returncode for rank in done] == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
+    assert "lost rank 1" in done[0].stderr
 
 
 def test_an_engine_that_fails_on_one_of_its_ranks_ends_all_by_name(tmp_path):
-    with ranks("engine", tmp_path, count=2) as started:
-        for rank, process in enumerate(started):
-            _, said = process.communicate(timeout=120)
-            assert process.returncode == EXIT_PEER_LOST, said
-            assert (
-                f"rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: out of "
-                "memory; rank(s) 0" in said
-            )
+    for rank, process in enumerate(ended("engine", tmp_path, count=2)):
+        assert process.returncode == EXIT_PEER_LOST, process.stderr
+        assert (
+            f"rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: out of "
+            "memory; rank(s) 0" in process.stderr
+        )
 
 
 def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
-    with ranks("slow", tmp_path) as started:
-        outcomes = [process.communicate(timeout=180) for process in started]
-    assert all("ended well" in out for out, _ in outcomes)
-    warning = outcomes[0][1]
+    done = ended("slow", tmp_path)
+    assert all("ended well" in rank.stdout for rank in done)
+    warning = done[0].stderr
     assert "train of step 7 has taken" in warning
     assert "rank 0, 2: train of step 7 at watch.py" in warning
     assert "rank 1: train of step 7 at watch.py:" in warning
@@ -71,14 +80,8 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     assert json.loads((tmp_path / "rank00001.json").read_text())["phase"] == "done"
 
 
-def test_a_rollout_may_take_longer_than_a_collective_waits(tmp_path):
-    with ranks("uneven", tmp_path) as started:
-        outcomes = [process.communicate(timeout=180) for process in started]
-        assert all("ended well" in out for out, _ in outcomes), outcomes
-
-
-@pytest.mark.parametrize("scenario", full_only(("signalled", "late"), ("late",)))
-def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(scenario, tmp_path):
-    with ranks(scenario, tmp_path) as started:
-        outcomes = [process.communicate(timeout=180) for process in started]
-        assert all("ended well" in out for out, _ in outcomes)
+# a rollout may take longer than a collective waits; a signal of one rank reaches all
+@pytest.mark.parametrize("scenario", full_only(("uneven", "signalled", "late"), ("late",)))
+def test_all_end_well(scenario, tmp_path):
+    done = ended(scenario, tmp_path)
+    assert all("ended well" in rank.stdout for rank in done), done

@@ -37,21 +37,33 @@ def differences(models: Mapping[str, str], out: Path) -> dict[str, Any]:
 def results_in(
     model: Callable[[str], str],
     layouts: Layouts,
+    quick: Collection[tuple[str, str]],
     options: Mapping[str, Any],
     new_directory: Callable[[str], Path],
 ) -> Callable[[str, str], Any]:
     """Return a function of a family and a layout, of which any unknown name is one process: the
-    ranks' results of the case ``policy``, each computed once.
+    ranks' results of the case ``policy``, each computed once, the ``quick`` ones together.
     """
     made: dict[tuple[str, str], Any] = {}
+    together = {*quick, *((family, "one process") for family, _ in quick)}
+
+    def processes(layout: str) -> int:
+        return layouts[layout][0] if layout in layouts else 1
+
+    def job(family: str, layout: str) -> dict[str, Any]:
+        _, parallel = layouts.get(layout, (1, {}))
+        own = {"model": model(family), "parallel": parallel, "probe": True}
+        return own | {"bucket_bytes": 20_000, **options}
 
     def get(family: str, layout: str) -> Any:
-        if (family, layout) not in made:
-            processes, parallel = layouts.get(layout, (1, {}))
-            job = {"model": model(family), "parallel": parallel, "probe": True}
-            job |= {"bucket_bytes": 20_000, **options}
-            out = new_directory(f"{family}_{layout}")
-            (made[family, layout],) = torchrun_all([("policy", job)], processes, out)
-        return made[family, layout]
+        key = (family, layout)
+        if key not in made:
+            count = processes(layout)
+            keys = sorted(other for other in together if processes(other[1]) == count)
+            keys = keys if key in together else [key]
+            jobs = [("policy", job(*other)) for other in keys]
+            results = torchrun_all(jobs, count, new_directory(f"{family}_{layout}"))
+            made.update(zip(keys, results, strict=True))
+        return made[key]
 
     return get

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import launch, warm
-from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.paths import FIXTURES, QUICKSTART, REPOSITORY
 
-SMALL = [
+# every 13th problem of the quickstart: to read all of them takes longer than two small steps
+FEW_PROBLEMS = f"data.path={FIXTURES / 'problems.jsonl'}"
+SIZES = [
     "data.prompts_per_step=8",
     "rollout.group_size=4",
     "training.micro_batch_size=16",
     "logging.to=[]",
 ]
+SMALL = [*SIZES, FEW_PROBLEMS]
 
 
 def judged_twice(out: Path, *asked: object) -> list[list[str]]:

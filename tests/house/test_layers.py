@@ -6,6 +6,7 @@ calls that hide their arguments.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -61,34 +62,44 @@ MODULES = {
 }
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return every module that ``path`` imports, at import or later, for a type checker too."""
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
+    """Return every module that one imports, at import or later, for a type checker too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             deeper = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in MODULES else node.module for name in deeper}
-    return names
+    return frozenset(names)
 
 
-GRAPH = {
-    name: {target for target in imports_of(path) if target in MODULES} - {name}
-    for name, path in MODULES.items()
-}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return {name: {*imports_of(name)} & MODULES.keys() - {name} for name in MODULES}
+
+
 # what runtime.plugins.load_part is given
 PART = re.compile(r"(megatron_dcpo(?:\.\w+)+):(\w+)")
-# from a module to the parts that it names, which are imported when a configuration needs them
-PARTS = {
-    name: {
+
+
+@functools.cache
+def parts_of(module: str) -> frozenset[tuple[str, str]]:
+    """Return the parts that a module names, which are imported when a configuration needs them."""
+    return frozenset(
         (match[1], match[2])
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if (match := PART.fullmatch(node.value))
-    }
-    for name, path in MODULES.items()
-}
+    )
+
+
 # modules that a command hangs on: what they import, and what that imports
 LIMITS = {"training.loop": 140, "cli.calibrate": 45, "cli.serve": 66}
 
@@ -106,8 +117,8 @@ def test_every_subpackage_has_a_layer() -> None:
 def test_arrows_point_down() -> None:
     upward = [
         f"{module} -> {target}"
-        for module, targets in GRAPH.items()
-        for target in targets | {part for part, _ in PARTS[module]}
+        for module, targets in graph().items()
+        for target in targets | {part for part, _ in parts_of(module)}
         if subpackage(module) not in (subpackage(target), "__main__")
         and target != "megatron_dcpo"
         and LAYER[subpackage(target)] >= LAYER[subpackage(module)]
@@ -119,7 +130,7 @@ def test_there_is_no_circle() -> None:
     """Deferred imports counted, and those for type checkers: peel off modules that import nothing
     of what is left.
     """
-    left = {module: set(targets) for module, targets in GRAPH.items()}
+    left = {module: set(targets) for module, targets in graph().items()}
     while ready := [module for module, targets in left.items() if not targets & left.keys()]:
         for module in ready:
             del left[module]
@@ -130,7 +141,7 @@ def hangs_on(module: str) -> set[str]:
     reached = {module}
     waiting = [module]
     while waiting:
-        new = GRAPH[waiting.pop()] - reached
+        new = graph()[waiting.pop()] - reached
         reached |= new
         waiting += new
     return reached
@@ -138,7 +149,7 @@ def hangs_on(module: str) -> set[str]:
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_command_hangs_on_few_modules(name: str) -> None:
-    """What only some configurations use is named by a path (``PARTS``) and imported when it is."""
+    """What only some configurations use is named by a path and imported when it is."""
     reached = hangs_on(f"megatron_dcpo.{name}")
     assert len(reached) <= LIMITS[name], sorted(reached)
 
@@ -153,11 +164,11 @@ def test_the_loop_knows_neither_engines_nor_benchmarks_nor_sandboxes() -> None:
 
 
 def test_parts_that_are_named_exist() -> None:
-    named = {part for parts in PARTS.values() for part in parts}
+    named = {part for module in MODULES for part in parts_of(module)}
     assert ("megatron_dcpo.judging.programs", "CODE") in named, "the test sees what it is for"
     missing = []
     for module, name in named:
-        tree = ast.parse(MODULES[module].read_text())
+        tree = tree_of(module)
         bound = {
             alias.asname or alias.name
             for node in tree.body
@@ -179,18 +190,15 @@ def test_parts_that_are_named_exist() -> None:
 
 @pytest.mark.parametrize("name", PURE)
 def test_pure_subpackages_know_neither_megatron_nor_vllm(name: str) -> None:
-    for module, path in MODULES.items():
+    for module in MODULES:
         if subpackage(module) == name:
-            outside = {target.split(".")[0] for target in imports_of(path)}
+            outside = {target.split(".")[0] for target in imports_of(module)}
             assert not outside & {"megatron", "vllm", "lab"}, module
 
 
 def test_the_package_does_not_import_the_lab() -> None:
     assert not [
-        module
-        for module, path in MODULES.items()
-        for name in imports_of(path)
-        if name.split(".")[0] == "lab"
+        module for module in MODULES for name in imports_of(module) if name.split(".")[0] == "lab"
     ]
 
 
@@ -211,10 +219,10 @@ def test_calibration_does_without_torch() -> None:
 def test_only_runtime_asks_for_cuda() -> None:
     """Other subpackages read ``runtime.device.capabilities()``."""
     asking = []
-    for module, path in MODULES.items():
+    for module in MODULES:
         if subpackage(module) == "runtime":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(module)):
             if (
                 isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "has_cuda")
             ) or (
@@ -290,7 +298,7 @@ def private_uses(tree: ast.Module, known: set[str] | None) -> Iterator[tuple[int
 
 
 def test_private_names_of_torch_and_megatron_stand_in_one_place() -> None:
-    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    trees = {module: tree_of(module) for module in MODULES}
     known = set().union(*map(own_names, trees.values()))
     elsewhere = {
         module: found
@@ -306,8 +314,8 @@ def test_private_names_of_torch_and_megatron_stand_in_one_place() -> None:
 
 def test_a_class_name_means_one_class() -> None:
     owners: dict[str, list[str]] = {}
-    for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+    for module in MODULES:
+        for node in tree_of(module).body:
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in owners.items() if len(modules) > 1}
@@ -359,11 +367,7 @@ def splats(tree: ast.Module) -> Iterator[int]:
 
 def test_no_call_takes_a_tuple_apart_that_was_packed_for_it() -> None:
     """``build(*parts)`` hides from reader and type checker which argument is which."""
-    found = {
-        f"{module}:{line}"
-        for module, path in MODULES.items()
-        for line in splats(ast.parse(path.read_text()))
-    }
+    found = {f"{module}:{line}" for module in MODULES for line in splats(tree_of(module))}
     assert not found
     packed = (
         "def f():\n    parts = 1, 2\n    g(*parts)\n    h(*(1, 2))\n    "

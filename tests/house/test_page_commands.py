@@ -46,7 +46,7 @@ def test_the_options_exist(page: Page) -> None:
             pytest.fail(str(command))
 
 
-# this page is run as it stands, with the files that it shows: tests/system/test_bring_your_own.py
+# this page is run as it stands, with the files that it shows, by test_bring_your_own
 NOT_RUN = [page for page in WITH_COMMANDS if page.name != "docs/bring_your_own.md"]
 
 

@@ -151,16 +151,6 @@ def test_a_server_that_loses_everything_in_a_rollout(
     assert_alike(records[:2], undisturbed)
 
 
-def test_a_server_slower_than_training_by_ten(
-    server: Served, undisturbed: Path, tmp_path: Path
-) -> None:
-    server.engine.pause = 0.07  # between two responses that finish; a step trains in 0.1 s
-    records = train(tmp_path / "run", *options(server))
-    assert prompts(tmp_path / "run") == prompts(undisturbed)
-    assert [record["rollout/staleness_max"] for record in records] == [0, 1, 1, 1, 1]
-    assert_alike(records, undisturbed)
-
-
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """A training in a process that can be killed."""
     words = command(

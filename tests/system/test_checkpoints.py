@@ -9,17 +9,20 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, iteration_dir, latest_iteration
-from tests.helpers.paths import QUICKSTART, REPOSITORY
-from tests.helpers.quickstart import command, metrics, run, without_clocks
+from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, latest_iteration
+from tests.helpers import warm
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import FEW_PROBLEMS, metrics, run
+from tests.helpers.resumed import assert_same_end, checkpoint_of, contents
 
 SMALL = (
+    FEW_PROBLEMS,
     "data.prompts_per_step=4",
     "rollout.group_size=4",
     "training.micro_batch_size=8",
@@ -34,7 +37,7 @@ COMMON = (
     *SMALL,
     "logging.samples_interval=0",
 )
-KILLS = int(os.environ.get("DCPO_KILLS", "3"))
+KILLS = int(os.environ.get("DCPO_KILLS", "2"))
 
 
 def train(run_dir, *overrides, processes=1, status=0):
@@ -44,35 +47,6 @@ def train(run_dir, *overrides, processes=1, status=0):
     assert done.returncode == status, done.stderr[-3000:]
     assert status or "Traceback" not in done.stderr
     return done.stderr
-
-
-def checkpoint_of(run_dir, iteration=None):
-    directory = Path(run_dir) / "checkpoints"
-    return iteration_dir(directory, latest_iteration(directory) if iteration is None else iteration)
-
-
-def contents(path):
-    """Digests of the tensor files of a checkpoint, as its manifest has them, and the values of
-    everything else.
-
-    The other files do not compare as bytes: a pickle shows which strings were one object, the
-    metadata have an id.
-    """
-    tensors = {
-        name: f
-        for name, f in json.loads((path / MANIFEST).read_text())["files"].items()
-        if "distcp" in name
-    }
-    assert len(tensors) >= 2
-    return tensors, plain(torch.load(path / "common.pt", weights_only=True))
-
-
-def plain(value):
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +59,6 @@ def four_steps(tmp_path_factory):
 @pytest.fixture
 def copied(four_steps, tmp_path):
     return Path(shutil.copytree(four_steps, tmp_path / "run"))
-
-
-def assert_same_end(run_dir, reference):
-    assert without_clocks(metrics(run_dir)) == without_clocks(metrics(reference))
-    assert (run_dir / "policy" / "model.safetensors").read_bytes() == (
-        reference / "policy" / "model.safetensors"
-    ).read_bytes()
-    assert contents(checkpoint_of(run_dir)) == contents(checkpoint_of(reference)), (
-        "parameters, moments, generators"
-    )
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(copied, four_steps):
@@ -173,21 +137,6 @@ def test_background_save_equals_foreground_save(four_steps, tmp_path):
         assert ours == theirs, "the state of that step, not of the training that went on meanwhile"
 
 
-def test_an_adapted_entropy_coefficient_is_resumed(tmp_path):
-    adapt = (
-        "objective.entropy_target=5",
-        "objective.entropy_coef_reasoning=0.02",
-    )
-    for steps in (2, 4):
-        train(tmp_path / "resumed", f"training.steps={steps}", *adapt)
-    train(tmp_path / "run", "training.steps=4", *adapt)
-    assert_same_end(tmp_path / "resumed", tmp_path / "run")
-    coefficients = [record["loss/entropy_coef"] for record in metrics(tmp_path / "run")]
-    assert coefficients == pytest.approx([0.02, 0.025, 0.03, 0.035]), (
-        "below the target: one delta a step"
-    )
-
-
 def test_resumption_at_other_layouts(copied):
     """1 rank -> TP 2 with sequence parallel -> PP 2 -> DP 2 packed -> CP 2; the end equals a run of
     one process.
@@ -262,37 +211,23 @@ def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, backgr
 
 
 def kill_at_a_random_moment(run_dir, background, rng, during_save):
-    """Start the run, let it make a step of progress, SIGKILL all of it."""
-    done_before = latest_iteration(run_dir / "checkpoints") or 0
-    whole = command(
-        *COMMON,
-        f"run_dir={run_dir}",
-        "training.save_interval=1",
-        "training.steps=100000",
-        background,
-    )
+    """Start the run, let it make a step of progress, SIGKILL it."""
+    checkpoints = run_dir / "checkpoints"
+    done_before = latest_iteration(checkpoints) or 0
+    wait = rng.uniform(0, 0.03 if during_save else 1.0)
+    reached = []
+
+    def is_time():
+        progress = reached or (latest_iteration(checkpoints) or 0) > done_before
+        if progress and not reached and (not during_save or list(checkpoints.glob("*.tmp"))):
+            reached.append(time.monotonic())
+        return bool(reached) and time.monotonic() >= reached[0] + wait
+
+    options = (f"run_dir={run_dir}", "training.save_interval=1", "training.steps=100000")
+    words = [*map(str, (*COMMON, *options)), background]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        whole, cwd=REPOSITORY, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while (latest_iteration(run_dir / "checkpoints") or 0) <= done_before:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        if during_save:
-            while not list((run_dir / "checkpoints").glob("*.tmp")):
-                assert process.poll() is None
-                time.sleep(0.0005)
-            time.sleep(rng.uniform(0, 0.03))
-        else:
-            time.sleep(rng.uniform(0, 1.0))
-        assert process.poll() is None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    ended = warm.kill("megatron_dcpo", words, environment, is_time)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize(

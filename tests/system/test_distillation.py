@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import run, train, without_clocks
+from tests.helpers.quickstart import SMALL, run, train
 
 POLICY = QUICKSTART / "policy"
 FEW = ("training.steps=1", "training.save_interval=0")
@@ -67,8 +67,12 @@ def test_the_teacher_is_the_model_that_is_named(teacher: Path, alone: dict[str, 
     ("processes", "overrides"),
     [
         (2, ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")),
-        (2, ("parallel.pipeline_model_parallel_size=2",)),
-        (2, ("parallel.context_parallel_size=2", "parallel.sequence_packing=true")),
+        pytest.param(2, ("parallel.pipeline_model_parallel_size=2",), marks=pytest.mark.full),
+        pytest.param(
+            2,
+            ("parallel.context_parallel_size=2", "parallel.sequence_packing=true"),
+            marks=pytest.mark.full,
+        ),
         (1, ("model.adapter.rank=4",)),
     ],
     ids=["tensor", "pipeline", "context-packed", "adapter"],
@@ -88,24 +92,16 @@ def test_every_layout_gives_the_same_log_probs(
         assert step["grad_norm/total"] == pytest.approx(alone["grad_norm/total"], rel=1e-3)
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(teacher: Path, tmp_path: Path) -> None:
-    words = (
-        *(COEF, f"objective.teacher={teacher}", "training.updates_per_rollout=2"),
-        *("training.save_interval=1", "training.resume=auto"),
-    )
-    whole = train(tmp_path / "whole", *words, "training.steps=3")
-    train(tmp_path / "parts", *words, "training.steps=1")
-    resumed = train(tmp_path / "parts", *words, "training.steps=3")
-    assert without_clocks(resumed) == without_clocks(whole)
-    launches = json.loads((tmp_path / "parts" / "run.json").read_text())
-    assert "teacher" in json.dumps(launches)
+def test_another_teacher_does_not_resume(teacher: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(teacher, tmp_path / "other"))
-    train(tmp_path / "third", COEF, f"objective.teacher={other}", "training.steps=1")
+    train(tmp_path / "run", COEF, f"objective.teacher={other}", "training.steps=1")
+    launches = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "teacher" in json.dumps(launches)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     done = run(
-        *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'third'}"),
-        *("--resume", "auto", COEF, f"objective.teacher={other}", "training.steps=2"),
+        *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}"),
+        *(*SMALL, "--resume", "auto", COEF, f"objective.teacher={other}", "training.steps=2"),
     )
     assert done.returncode == 2
     assert f"objective.teacher={other}" in done.stderr
@@ -117,7 +113,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(teacher: Path, tmp_pa
         ((COEF,), "objective.teacher"),
         ((f"objective.teacher={POLICY}",), "objective.distill_coef_reasoning"),
         ((COEF, "objective.teacher=nowhere"), "objective.teacher=nowhere"),
-        ((COEF, "objective.name=ccgspg", f"objective.teacher={POLICY}"), "objective.name=ccgspg"),
+        (
+            (COEF, "objective.name=ccgspg", f"objective.teacher={POLICY}"),
+            "objective.name=ccgspg",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:

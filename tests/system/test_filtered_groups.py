@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import metrics, run, train, without_clocks
+from tests.helpers.quickstart import metrics, run, train
 
 FILTER = ("rollout.filter_groups=true", "rollout.oversample=1.5", "logging.samples_interval=1")
 
@@ -34,17 +34,6 @@ def test_every_step_of_a_filtered_run_has_its_informative_groups(filtered: Path)
         batch = record["rollout/prompts_drawn"] - record["rollout/groups_filtered"]
         assert record["signal/reasoning"] == pytest.approx(8 / batch)
         assert record["rollout/responses"] == 4 * record["rollout/prompts_drawn"]
-
-
-def test_a_filtered_run_resumes_bit_for_bit(filtered: Path, tmp_path: Path) -> None:
-    """From a checkpoint behind a step that consumed more prompts than it trained on."""
-    train(tmp_path / "run", *FILTER, "training.steps=2", method="grpo")
-    records = train(
-        tmp_path / "run", *FILTER, "training.steps=4", "--resume", "auto", method="grpo"
-    )
-    assert without_clocks(records) == without_clocks(metrics(filtered))
-    for name in ("samples/step_000004.jsonl", "policy/model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (filtered / name).read_bytes(), name
 
 
 def test_two_engines_decide_alike(filtered: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.hostile_checkpoint import HOSTILE, resign
 from tests.helpers.paths import QUICKSTART, REPOSITORY
-from tests.helpers.quickstart import metrics, run
+from tests.helpers.quickstart import FEW_PROBLEMS, metrics, run
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +23,7 @@ TRAIN = (
     str(QUICKSTART / "dcpo.yaml"),
     "--resume",
     "auto",
+    FEW_PROBLEMS,
     "data.prompts_per_step=4",
     "rollout.group_size=4",
     "training.micro_batch_size=8",

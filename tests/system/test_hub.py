@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.helpers.hub import FakeHub
-from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.paths import FIXTURES, QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import SMALL, run
 
 NAME = "owner/tiny"
@@ -56,7 +56,7 @@ def dcpo(hub: FakeHub, home: Path) -> Dcpo:
 @pytest.fixture(scope="module")
 def trained(dcpo: Dcpo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trained") / "run"
-    dcpo(*train(directory, *ONE_STEP), processes=2)
+    dcpo(*train(directory, *ONE_STEP))
     return directory
 
 
@@ -94,7 +94,7 @@ def test_a_run_keeps_the_name_and_pins_the_commit(hub: FakeHub, trained: Path) -
     assert launch["model"]["path"] == NAME
     assert launch["model"]["commit"] == repository.branches["main"]
     assert launch["model"]["license"] == "apache-2.0"
-    problems = (QUICKSTART / "data/train.jsonl").read_text().splitlines()
+    problems = (FIXTURES / "problems.jsonl").read_text().splitlines()
     assert list(launch["data"].values()) == [len(problems)]
     assert yaml.safe_load((trained / "config.yaml").read_text())["model"]["path"] == NAME
 
@@ -137,7 +137,7 @@ def test_the_card_says_what_the_run_is(trained: Path) -> None:
     assert found["library_name"] == "transformers"
     assert found["tags"] == ["dcpo"]
     assert launches(trained)[0]["model"]["commit"] in card
-    assert "train.jsonl (" in card
+    assert "problems.jsonl (" in card
     assert str(trained) not in card
     assert str(REPOSITORY) not in card
     assert not re.search(r"(^|[\s=])/\w+/", card, re.M)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.kills import KILLS, KILLS_OF_A_ROUND, killed_in_rounds
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import metrics, run, without_clocks
+from tests.helpers.quickstart import FEW_PROBLEMS, metrics, run, without_clocks
 
 POLICY = QUICKSTART / "policy"
 pytestmark = pytest.mark.timeout(1800)  # of thirty kills
@@ -22,6 +22,7 @@ EVALUATED = (
     *("--repeats", 2, "--max-tokens", 32, "--temperature", 1, "--top-p", 1, "--resamples", 0),
 )
 SMALL = (
+    FEW_PROBLEMS,
     "data.prompts_per_step=4",
     "rollout.group_size=4",
     "training.micro_batch_size=8",

@@ -46,15 +46,12 @@ def directory(tmp_path: Path) -> Path:
 
 def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``dcpo train`` in ``directory``, which is no checkout."""
-    paths = (
-        f"model.path={QUICKSTART / 'policy'}",
-        f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",
-    )
+    policy = f"model.path={QUICKSTART / 'policy'}"
     arguments = (
         "train",
         "--config",
         QUICKSTART / "dcpo.yaml",
-        *paths,
+        policy,
         *SMALL,
         "training.steps=2",
         *overrides,

@@ -45,12 +45,9 @@ def dcpo(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str
 
 
 def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    paths = (
-        f"model.path={QUICKSTART / 'policy'}",
-        f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",
-    )
+    policy = f"model.path={QUICKSTART / 'policy'}"
     return dcpo(
-        directory, "train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, *overrides
+        directory, "train", "--config", QUICKSTART / "dcpo.yaml", policy, *SMALL, *overrides
     )
 
 

@@ -48,18 +48,6 @@ def test_a_run_carries_and_corrects(carried: Path) -> None:
     assert records[0]["engine/kl"] < 1e-9 < records[1]["engine/kl"]
 
 
-def test_a_carrying_run_resumes_bit_for_bit(carried: Path, tmp_path: Path) -> None:
-    train(tmp_path / "run", *PARTIAL, "training.steps=2")
-    records = train(tmp_path / "run", *PARTIAL, "training.steps=4", "--resume", "auto")
-    assert without_clocks(records) == without_clocks(metrics(carried))
-    for name in (
-        "samples/step_000003.jsonl",
-        "samples/step_000004.jsonl",
-        "policy/model.safetensors",
-    ):
-        assert (tmp_path / "run" / name).read_bytes() == (carried / name).read_bytes(), name
-
-
 def test_without_the_option_what_is_carried_is_not_thrown_away(
     carried: Path, tmp_path: Path
 ) -> None:

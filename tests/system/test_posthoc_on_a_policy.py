@@ -97,26 +97,3 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     scores = json.loads((out / "evaluation.json").read_text())["benchmarks"]["heldout"]
     assert scores["posthoc"]["n"] == 48
     assert scores["posthoc"]["ece"] < scores["token"]["ece"]
-
-
-def test_scalings_of_the_same_samples(
-    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for method in ("temperature", "platt", "isotonic"):
-        saved = tmp_path / f"{method}.npz"
-        options = ["--method", method, "--source", "verbal", "--out", str(saved), "--json"]
-        capsys.readouterr()
-        assert main(["calibrate", "--samples", str(sampled / "samples.jsonl"), *options]) == 0
-        held_out = json.loads(capsys.readouterr().out)["held_out"]
-        assert held_out[method]["ece"] < held_out["verbal"]["ece"]
-    saved = tmp_path / "platt.npz"
-    source = [
-        "--samples",
-        str(sampled / "samples.jsonl"),
-        "--posthoc",
-        str(saved),
-        "--resamples",
-        "0",
-    ]
-    assert main(["evaluate", *source, "--out", str(tmp_path / "scored")]) == 0
-    assert "posthoc" in json.loads((tmp_path / "scored" / "evaluation.json").read_text())["overall"]

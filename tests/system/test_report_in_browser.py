@@ -19,6 +19,10 @@ from megatron_dcpo.evaluation.scoring import score_samples
 from tests.helpers.evaluated import changed, make_samples, trained
 from tools.pictures import CHROMIUM
 
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here; install it to check the report in a browser"
+)
+
 # Runs in a copy of the page once everything is loaded; what it finds is read from the dumped outer
 # document.
 PROBE = """
@@ -49,8 +53,6 @@ addEventListener("load", () => {
 
 
 def probe(page: Path, width: int, tmp_path: Path) -> dict[str, object]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium here; install it to check the report in a browser")
     probed = tmp_path / f"probed_{width}.html"
     text = page.read_text().replace("</head>", PROBE + "</head>")
     if width < 500:  # a window of Chromium is never narrower: a frame is

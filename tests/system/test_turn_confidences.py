@@ -1,5 +1,5 @@
 """A training with a confidence at every turn of its agents: the same sessions as without, in every
-layout, and again after a resume.
+layout.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.cases import full_only
-from tests.helpers.quickstart import run, without_clocks
-from tests.system.test_agents import CONFIG, folder, train
+from tests.helpers.quickstart import run
+from tests.system.test_agents import folder, train, write_config
 
 __all__ = ["folder"]
 
@@ -64,20 +64,7 @@ def test_sessions_rewards_and_reasoning_are_those_without_the_option(
     assert branched > 8
 
 
-def test_it_resumes(folder: Path, turns: list[dict[str, Any]]) -> None:
-    train(folder, "again", "training.steps=1", *TURNS)
-    rows = train(folder, "again", "training.steps=3", "--resume", "auto", *TURNS)
-    for mine, other in zip(without_clocks(rows), without_clocks(turns), strict=True):
-        for name, value in other.items():
-            if not name.startswith(("engine/", "rollout/utilization")):
-                assert mine[name] == value, name
-    policies = [
-        (folder / name / "policy" / "model.safetensors").read_bytes() for name in ("turns", "again")
-    ]
-    assert policies[0] == policies[1]
-
-
-@pytest.mark.parametrize("layout", full_only(LAYOUTS, ["dp2", "pp2_packed"]))
+@pytest.mark.parametrize("layout", full_only(LAYOUTS, ["dp2", "pp2_packed", "tp2"]))
 def test_layouts(folder: Path, turns: list[dict[str, Any]], layout: str) -> None:
     options = ("training.steps=1", *TURNS, *LAYOUTS[layout])
     (row,) = train(folder, layout, *options, processes=2)
@@ -99,9 +86,7 @@ def test_layouts(folder: Path, turns: list[dict[str, Any]], layout: str) -> None
 def test_what_does_not_go_with_it_is_refused(
     folder: Path, options: tuple[str, ...], named: str
 ) -> None:
-    config = folder / "refused.yaml"
-    config.write_text(CONFIG.format(run_dir=folder / "refused", policy=folder / "policy"))
-    done = run("train", "--config", config, TURNS[0], *options)
+    done = run("train", "--config", write_config(folder, "refused"), TURNS[0], *options)
     assert done.returncode == 2
     assert named in done.stderr
 

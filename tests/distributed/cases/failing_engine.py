@@ -27,6 +27,7 @@ from megatron_dcpo.runtime.watchdog import Watchdog
 from megatron_dcpo.training import run as training_run
 from megatron_dcpo.training import weight_sync
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import FEW_PROBLEMS
 
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
@@ -138,7 +139,8 @@ def _with_a_corrupted_bucket(buckets):
 def run(options: dict[str, Any]) -> None:
     failures = Failures(options["mode"], options.get("message", ""))
     failures.install()
-    status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
+    words = ["train", "--config", str(QUICKSTART / "dcpo.yaml"), FEW_PROBLEMS]
+    status = cli.main([*words, *options["overrides"]])
     print(f"restarted {failures.restarted} updated {failures.updated}", flush=True)
     print(f"asked {failures.asked} handed over {failures.handed_over}", flush=True)
     sys.exit(status)

@@ -21,6 +21,7 @@ from megatron_dcpo.training import checkpointer, loop
 from megatron_dcpo.training import run as training_run
 from megatron_dcpo.training.updater import Updater
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import FEW_PROBLEMS
 
 LEDGER = host_memory.ledger
 
@@ -53,7 +54,7 @@ class SleepingEngine(TransformersEngine):
 
 
 def run(options: dict[str, Any]) -> Any:
-    config = load_config(QUICKSTART / "dcpo.yaml", options["overrides"])
+    config = load_config(QUICKSTART / "dcpo.yaml", [FEW_PROBLEMS, *options["overrides"]])
     together, during = set(), {}
 
     def watch(name: str, owner: Any, attribute: str) -> None:

@@ -20,6 +20,7 @@ from megatron_dcpo.runtime.distributed import topology
 from megatron_dcpo.training import loop
 from megatron_dcpo.training.updater import Updater
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import FEW_PROBLEMS
 
 
 def digest(updater: Updater, moments: bool = True) -> str:
@@ -57,7 +58,7 @@ def forget_evaluations(path: Path) -> None:
 def run(options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     out = Path(options["out"])
-    fixed = [f"run_dir={out / 'run'}", "logging.to=[]"]
+    fixed = [f"run_dir={out / 'run'}", "logging.to=[]", FEW_PROBLEMS]
     config = load_config(
         QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]]
     )

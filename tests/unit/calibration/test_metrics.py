@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, brier_score_loss, log_loss, roc_auc_score
 
@@ -75,7 +75,6 @@ def test_decimal_literals_fall_where_they_are_written() -> None:
 
 
 @given(some_rows)
-@settings(max_examples=150, deadline=None)
 def test_ece_is_the_brute_force_sum(pairs: list[tuple[float, bool]]) -> None:
     c, y = split(pairs)
     total = 0.0
@@ -93,7 +92,6 @@ def test_ece_is_the_brute_force_sum(pairs: list[tuple[float, bool]]) -> None:
 
 
 @given(some_rows, st.sampled_from([1, 5, 10, 15, 20]))
-@settings(max_examples=150, deadline=None)
 def test_order_relations(pairs: list[tuple[float, bool]], bins: int) -> None:
     """PCE <= ECE <= MCE <= 1, |overconfidence| <= ECE, and flipping everything swaps over- and
     under-confidence.
@@ -109,7 +107,6 @@ def test_order_relations(pairs: list[tuple[float, bool]], bins: int) -> None:
 
 
 @given(some_rows)
-@settings(max_examples=100, deadline=None)
 def test_scores_equal_scikit_learn(pairs: list[tuple[float, bool]]) -> None:
     c, y = split(pairs)
     assert m.brier(c, y) == pytest.approx(brier_score_loss(y, c, pos_label=1), abs=1e-12)
@@ -130,7 +127,6 @@ def test_ranking_scores_on_many_tied_rows() -> None:
 
 
 @given(some_rows)
-@settings(max_examples=100, deadline=None)
 def test_brier_parts_add_up(pairs: list[tuple[float, bool]]) -> None:
     """Brier = reliability - resolution + uncertainty + within-bin; within-bin is 0 when a bin holds
     one confidence.

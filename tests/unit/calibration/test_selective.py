@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, brier_score_loss, log_loss, roc_auc_score
 
@@ -36,7 +36,6 @@ rows = st.lists(
 
 
 @given(rows)
-@settings(max_examples=100, deadline=None)
 def test_ties_are_the_mean_over_all_their_orders(pairs: list[tuple[float, bool]]) -> None:
     c, y = [p[0] for p in pairs], [float(p[1]) for p in pairs]
     curves = []
@@ -126,7 +125,6 @@ def test_a_calibrated_model_of_ten_rows_has_little_debiased_error() -> None:
         max_size=60,
     ).filter(lambda pairs: len({y for _, y in pairs}) == 2)
 )
-@settings(max_examples=200, deadline=None)
 def test_equal_to_scikit_learn(pairs: list[tuple[float, bool]]) -> None:
     c, y = np.array([p[0] for p in pairs]), np.array([float(p[1]) for p in pairs])
     assert auroc(c, y) == pytest.approx(roc_auc_score(y, c), abs=1e-12)
@@ -155,7 +153,6 @@ def test_scores_that_only_rank() -> None:
 
 
 @given(rows, st.sampled_from([0.0, 0.1, 0.25, 0.5]))
-@settings(max_examples=200, deadline=None)
 def test_the_threshold_answers_most_at_the_stated_risk(
     pairs: list[tuple[float, bool]], risk: float
 ) -> None:

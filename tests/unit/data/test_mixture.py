@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dcpo.data.datasets import draw_prompts
@@ -37,7 +37,6 @@ def ids(drawn: list[Prompt]) -> list[str]:
     return [prompt.prompt_id for prompt in drawn]
 
 
-@settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=5), shuffle=st.booleans())
 def test_pieces_of_a_run_make_the_whole(cuts: list[int], shuffle: bool) -> None:
     """However a run is cut, each piece drawn by a new object: what resuming relies on."""

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from matplotlib.figure import Figure
 
 from megatron_dcpo.calibration import diagrams
+from tests.helpers import pictures
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no diagram in tests of other things: dozens of them take most of an evaluation's time on
-    small data. Tests that look at pictures are marked ``draws``.
-    """
-    if request.node.get_closest_marker("draws"):
-        return
-
-    def save(figure: Figure, path: str | Path) -> list[Path]:
-        return []
-
-    def inline_svg(figure: Figure, label: str) -> str:
-        return "<svg></svg>"
-
-    monkeypatch.setattr(diagrams, "save", save)
-    monkeypatch.setattr(diagrams, "inline_svg", inline_svg)
+    """Draw no diagram, but in tests that look at pictures, which are marked ``draws``."""
+    if not request.node.get_closest_marker("draws"):
+        for name, function in pictures.NONE.items():
+            monkeypatch.setattr(diagrams, name, function)

@@ -19,8 +19,6 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.foreign import PRESETS, parse_columns, read_any
 from tests.helpers.paths import REPOSITORY
 
-pytestmark = pytest.mark.draws
-
 FOREIGN = REPOSITORY / "tests" / "fixtures" / "foreign"
 
 
@@ -208,6 +206,7 @@ def test_odd_columns_are_refused(text: str) -> None:
         parse_columns(text)
 
 
+@pytest.mark.draws
 def test_a_report_of_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     files = [str(path) for path in sorted(FOREIGN.glob("[as]*"))]

@@ -22,8 +22,6 @@ from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
 from tests.helpers.evaluated import trained
 from tests.helpers.samples import bare
 
-pytestmark = pytest.mark.draws
-
 SAMPLE = {
     "version": VERSION,
     "training_step": 10,

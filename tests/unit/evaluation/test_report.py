@@ -23,8 +23,6 @@ from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.evaluation.scoring import score_samples, scored_kinds
 from tests.helpers.evaluated import changed, evaluated, make_sample, make_samples, trained
 
-pytestmark = pytest.mark.draws
-
 # the benchmarks of the paper's overall numbers
 PAPERS = ("math500", "aime24", "aime25", "amc23", "amc24")
 
@@ -53,6 +51,7 @@ class Outside(HTMLParser):
             assert self.stack.pop() == tag
 
 
+@pytest.mark.draws
 def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
     first = evaluated(tmp_path / "base")
     second = evaluated(tmp_path / "dcpo", seed=5)
@@ -341,6 +340,7 @@ def test_a_run_that_is_named_twice_is_there_once(
     assert len(caplog.records) == 3
 
 
+@pytest.mark.draws
 def test_a_training_run_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
@@ -432,6 +432,7 @@ def test_dcpo_report_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@pytest.mark.draws
 def test_run_names_that_begin_with_a_digit_or_are_no_words(tmp_path: Path) -> None:
     for name in ("1", "0_base", "a\\1 b", "λ=0.5"):
         evaluated(tmp_path / name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
@@ -197,7 +197,6 @@ def test_last_box_is_linear(text: bytes) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "end_name"), [(byte_level, EOS), (sentencepiece, "</s>"), (qwen, EOS)]
 )
-@settings(deadline=None)
 @given(
     before=st.text(),
     middle=st.sampled_from(["", MARKER, "\\boxed{5}<conf> 0.5", "<conf", "数<conf>"]),

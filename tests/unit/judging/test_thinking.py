@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -235,7 +235,6 @@ pieces = st.lists(
 ).map("".join)
 
 
-@settings(deadline=None)
 @given(
     text=pieces,
     prompt=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),

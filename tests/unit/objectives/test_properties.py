@@ -68,7 +68,6 @@ def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np
     return [rows[i] for i in order], old, new
 
 
-@settings(max_examples=50, deadline=None)
 @given(batch=batches(), lam=st.floats(0, 1))
 def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) -> None:
     """(1/N) sum_i (1/|o_i|) sum_t -min(rho A, clip(rho) A) with A_r before and A_c behind the
@@ -101,7 +100,7 @@ def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) ->
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(batch=batches(), data=st.data())
 def test_permuting_the_rows_changes_nothing(
     options: dict[str, Any], batch: Any, data: st.DataObject
@@ -119,7 +118,7 @@ def test_permuting_the_rows_changes_nothing(
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     batch=batches(),
     size=st.sampled_from([1, 2, 4, 8]),
@@ -189,7 +188,6 @@ def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
     assert all(torch.isfinite(value) for value in stats.values())
 
 
-@settings(max_examples=30, deadline=None)
 @given(batch=batches(), scale=st.floats(0.1, 10))
 def test_scaling_the_calibration_reward_moves_confidence_tokens_only(
     batch: Any, scale: float

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dcpo.planning.decoding import (
@@ -69,7 +69,6 @@ def test_steps_by_hand() -> None:
     assert steps.seconds(COSTS) == pytest.approx(by_hand + contexts * 1e-9, rel=1e-3)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=30),
     st.integers(1, 8),

@@ -5,7 +5,7 @@ padding never seen.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dcpo.policy.batching import assign_to_ranks, collate, split_micro_batches
@@ -15,7 +15,6 @@ from tests.helpers.samples import bare
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     LENGTHS,
     st.integers(1, 5),

@@ -32,7 +32,7 @@ TOKENS = (
 )
 ENDS = ("\\boxed{6}\n<conf> Confidence: 0.83", "\\boxed{6}", "\\boxed{7}<conf>1", "")
 NO_REASON = (None, "", "null", "None", False, "absent")
-SLOW = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=60)
+SLOW = settings(suppress_health_check=list(HealthCheck))
 
 
 @st.composite

@@ -7,11 +7,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.paths import REPOSITORY
+
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
@@ -21,14 +21,14 @@ CLASSES = re.compile(r"^\* `(?:types|training|objectives|policy)[\w.]*`: (.+)$",
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> str:
     page = tmp_path_factory.mktemp("page") / "one_step.md"
-    command = [sys.executable, str(ROOT / "tools" / "one_step.py"), "--out", str(page)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(REPOSITORY / "tools" / "one_step.py"), "--out", str(page)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return page.read_text()
 
 
 def test_the_page_of_one_step_is_up_to_date(made: str) -> None:
-    shown = (ROOT / "docs" / "one_step.md").read_text()
+    shown = (REPOSITORY / "docs" / "one_step.md").read_text()
     assert NUMBER.sub("0", made) == NUMBER.sub("0", shown)
     numbers = zip(NUMBER.findall(made), NUMBER.findall(shown), strict=True)
     assert not [

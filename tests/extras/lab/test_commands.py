@@ -32,7 +32,7 @@ def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.Comp
     )
 
 
-@pytest.mark.full  # tests/unit/lab has its parts
+@pytest.mark.full  # tests/extras/lab has its parts
 def test_a_cell_is_trained_once_and_published(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
