@@ -12,9 +12,12 @@ import pytest
 
 from megatron_dcpo.errors import EXIT_REQUEUE
 from tests.helpers.launch import alone
+from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import SMALL, metrics, train, without_clocks
 
 PARTIAL = (
+    # of all problems: every step carries something
+    f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",
     "rollout.max_staleness=1",
     "rollout.oversample=1.5",
     "objective.tis_level=token",
