@@ -223,7 +223,7 @@ def test_a_marker_of_ones_own(tmp_path: Path, problems: Path) -> None:
     evaluation = evaluate(out, problems, "--marker", "[SURE]", marker="[SURE]")
     assert evaluation["marker"] == "[SURE]"
     assert evaluation["benchmarks"]["toy"]["parse_rate"] == 1
-    assert "<mark>[SURE] Confidence" in (out / "report.html").read_text()
+    assert 'title="confidence">[SURE] Confidence' in (out / "report.html").read_text()
     again = tmp_path / "again"
     source = [
         "evaluate",

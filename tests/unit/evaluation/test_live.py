@@ -57,6 +57,7 @@ def get(port: int, path: str, host: str | None = None) -> tuple[int, str, str]:
     return reply.status, reply.read().decode(), reply.getheader("ETag") or ""
 
 
+@pytest.mark.draws
 def test_new_steps_are_a_new_page_and_old_ones_are_not(served: Any) -> None:
     root, port = served
     status, first, tag = get(port, "/")
