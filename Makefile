@@ -242,7 +242,7 @@ $(CUDA_WHEELS)/.installed: Dockerfile constraints.txt
 
 # docs/report.png and docs/live.png, from the whole quickstart's runs (apt-get install chromium)
 pictures: setup
-	test -f runs/pictures/report.html || $(BIN)/python examples/quickstart/run.py --whole --out runs/pictures
+	test -f runs/pictures/report.html || $(BIN)/python examples/quickstart/run.py --out runs/pictures
 	$(BIN)/python tools/pictures.py runs/pictures
 
 clean:

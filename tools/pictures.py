@@ -106,20 +106,18 @@ def take(url: str, width: int, height: int, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("quickstart", type=Path, help="what the whole quickstart left")
+    parser.add_argument("quickstart", type=Path, help="what the quickstart left")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("--narrow", type=Path, default=ROOT / "build" / "pictures")
     arguments = parser.parse_args()
     if CHROMIUM is None:
         raise SystemExit("there is no chromium on the PATH; apt-get install chromium")
     with tempfile.TemporaryDirectory() as place:
-        until_the_middle(arguments.quickstart / "dcpo", Path(place) / "dcpo")
-        runs = find_runs(
-            [arguments.quickstart / name for name in ("base", "grpo", "dcpo", "dcpo_proper")]
-        )
+        until_the_middle(arguments.quickstart / "dcpo_proper", Path(place) / "dcpo_proper")
+        runs = find_runs([arguments.quickstart / name for name in ("base", "grpo", "dcpo_proper")])
         report = write_report(runs, Path(place) / "report.html")
         middle = write_report(
-            find_runs([Path(place) / "dcpo"]), Path(place) / "rollouts.html", "dcpo"
+            find_runs([Path(place) / "dcpo_proper"]), Path(place) / "rollouts.html", "dcpo_proper"
         )
         middle.write_text(middle.read_text().replace("</style>", f"{ROLLOUTS_ALONE}</style>"))
         for page in (report, middle):
