@@ -290,7 +290,8 @@ def check_resume(directory: Path, config: RunConfig) -> None:
             )
     teacher = _teacher_of(config).get("teacher", {})
     taught_by = launches[-1].get("teacher", {}) if launches else {}
-    if teacher.get("path") == taught_by.get("path") and teacher != taught_by:
+    same_place = "path" in teacher and teacher["path"] == taught_by.get("path")
+    if same_place and teacher != taught_by:
         raise UserError(
             f"objective.teacher={teacher['path']} is another model than when {directory} was "
             "started; bring that one back to resume, or name the new one by another path"

@@ -112,3 +112,13 @@ def _refused(tmp_path: Path, url: str, words: str, *overrides: str) -> None:
     assert done.stderr.count("dcpo train: error") == 1
     assert words in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_may_be_resumed_with_another_server(
+    teacher: TeacherServer, address: str, tmp_path: Path
+) -> None:
+    words = (COEF, "training.save_interval=1", "training.resume=auto")
+    train(tmp_path / "run", *words, f"objective.teacher={address}", "training.steps=1")
+    with serving(teacher) as other:
+        steps = train(tmp_path / "run", *words, f"objective.teacher={other}", "training.steps=2")
+    assert [step["step"] for step in steps] == [1, 2]

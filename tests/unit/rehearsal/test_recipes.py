@@ -85,5 +85,5 @@ def assert_close(counted: int, by_formula: int) -> None:
     assert 0.8 * by_formula <= counted <= 1.05 * by_formula
 
 
-def test_the_three_are_shipped() -> None:
+def test_what_every_suite_rehearses_is_shipped() -> None:
     assert set(IN_EVERY_SUITE) <= set(RECIPES)
