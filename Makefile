@@ -240,7 +240,7 @@ $(CUDA_WHEELS)/.installed: Dockerfile constraints.txt
 	PYTHON=$(PYTHON) tools/check_image.sh --without-a-gpu $(CUDA_WHEELS)
 	touch $@
 
-# docs/report.png and docs/live.png, from the whole quickstart's runs (apt-get install chromium)
+# docs/report.png and docs/rollouts.png, from the runs of the quickstart (apt-get install chromium)
 pictures: setup
 	test -f runs/pictures/report.html || $(BIN)/python examples/quickstart/run.py --out runs/pictures
 	$(BIN)/python tools/pictures.py runs/pictures
