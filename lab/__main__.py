@@ -67,20 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     second = verbs.add_parser(
         "world2", help="the second world: its tables from the published responses"
     )
-    second.add_argument(
-        "--train",
-        action="store_true",
-        help="first train, sample and publish; finished cells are kept",
-    )
     of_price = verbs.add_parser(
         "price",
         help="the price in accuracy at equal informative groups: its tables from the published "
         "responses",
-    )
-    of_price.add_argument(
-        "--train",
-        action="store_true",
-        help="first train, sample and publish; finished cells are kept",
     )
     of_price.add_argument(
         "--replication",
@@ -109,12 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     of_teacher = verbs.add_parser(
         "distilled", help="what becomes of a confidence when a policy is distilled: its tables"
     )
-    of_teacher.add_argument(
-        "--train",
-        action="store_true",
-        help="first train, sample and publish; finished cells are kept",
-    )
     of_teacher.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    for verb in (second, of_price, of_teacher):
+        verb.add_argument(
+            "--train",
+            action="store_true",
+            help="first train, sample and publish; finished cells are kept",
+        )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.fitted import Records, Run
+from lab.fitted import Records, Run, rows_of
 from lab.price import within_problems
 from lab.results import interval, read_archive, write_json
 from lab.testgrid import DRAWS, EXAMPLES, METHODS, Cell, Draw, Lab
@@ -146,7 +146,7 @@ def _values(run: Run, teacher: Run) -> dict[str, Any]:
     r, of_teacher = run["test"], teacher["test"]
     by_type = {}
     for kind in np.unique(r.kind):
-        part, same = _of(r, r.kind == kind), of_teacher.correct[of_teacher.kind == kind]
+        part, same = rows_of(r, r.kind == kind), of_teacher.correct[of_teacher.kind == kind]
         by_type[str(kind)] = (float(same.mean() - part.correct.mean()), bias(part))
     found = scores(run)
     return {
@@ -157,17 +157,6 @@ def _values(run: Run, teacher: Run) -> dict[str, Any]:
         "gap": float(of_teacher.correct.mean() - r.correct.mean()),
         "by_type": by_type,
     }
-
-
-def _of(r: Records, rows: np.ndarray) -> Records:
-    return Records(
-        r.problem[rows],
-        r.kind[rows],
-        r.correct[rows],
-        r.confidence[rows],
-        r.logprob[rows],
-        r.tokens[rows],
-    )
 
 
 def _curves(archive: Path) -> dict[tuple[str, str], list[dict[str, float]]]:

@@ -56,7 +56,7 @@ def isotonic_per_type(fit: Records) -> Stated:
     """Fit an isotonic curve of the log-prob on each type of problem, and one on all for a
     new type.
     """
-    kinds = {kind: _rows(fit, fit.kind == kind) for kind in np.unique(fit.kind)}
+    kinds = {kind: rows_of(fit, fit.kind == kind) for kind in np.unique(fit.kind)}
     curves = {kind: isotonic(rows.logprob, rows.correct) for kind, rows in kinds.items()}
     of_all = isotonic(fit.logprob, fit.correct)
 
@@ -144,9 +144,9 @@ def fitted_by_halves(r: Records, fit: Fit) -> Records:
     """Return the responses with a confidence fitted on the other half of the problems."""
     even, stated = r.problem % 2 == 0, np.empty(len(r.problem))
     for half in (even, ~even):
-        stated[half] = fit(_rows(r, ~half))(_rows(r, half))
+        stated[half] = fit(rows_of(r, ~half))(rows_of(r, half))
     return r.stating(stated)
 
 
-def _rows(r: Records, chosen: np.ndarray) -> Records:
+def rows_of(r: Records, chosen: np.ndarray) -> Records:
     return Records(*(getattr(r, name)[chosen] for name in (f.name for f in fields(r))))

@@ -193,6 +193,11 @@ class ObjectiveConfig(BaseModel):
         return self.teacher.startswith(("http://", "https://"))
 
     @property
+    def teacher_directory(self) -> str:
+        """Return the directory of a teacher whose weights are on these devices; empty: of none."""
+        return "" if self.teacher_is_served else self.teacher
+
+    @property
     def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by the user or by
         :func:`megatron_dcpo.objectives.resolve`.

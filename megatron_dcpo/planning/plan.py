@@ -273,8 +273,8 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         resharding=resharding,
     )
     teacher = None
-    if _has_teacher_here(config):
-        teacher = architecture_of(config.objective.teacher)
+    if config.objective.teacher_directory:
+        teacher = architecture_of(config.objective.teacher_directory)
         check_layout(teacher, layout)
     seconds = step_seconds(
         arch=arch, layout=layout, config=config, load=load, machine=machine, rates=rates
@@ -427,7 +427,7 @@ def _stage(
     if _has_reference(config) and not config.frozen:  # a frozen policy is its own reference
         reference = weights
     teacher = 0
-    if _has_teacher_here(config):
+    if config.objective.teacher_directory:
         teacher = _teacher_weights(layout=layout, config=config, stage=stage, replicas=replicas)
     return Stage(
         stage=stage,
@@ -442,15 +442,10 @@ def _stage(
     )
 
 
-def _has_teacher_here(config: Config) -> bool:
-    """Return whether a teacher's weights are on these devices."""
-    return bool(config.objective.teacher) and not config.objective.teacher_is_served
-
-
 def _teacher_weights(layout: Layout, config: Config, stage: int, replicas: int) -> int:
     """Return the bytes of the teacher's weights on a rank of a stage."""
     state = stage_state(
-        arch=architecture_of(config.objective.teacher),
+        arch=architecture_of(config.objective.teacher_directory),
         layout=layout,
         config=replace(config, model=replace(config.model, adapter=None)),
         stage=stage,

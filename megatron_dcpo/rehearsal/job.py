@@ -126,8 +126,8 @@ def carry_out(
         if any(method.options.blocks("kl_coef")):
             reference = build_reference(config, optimizer, checkpoint)
         teacher = None
-        if config.objective.teacher and not config.objective.teacher_is_served:
-            of_teacher = read_architecture(config.objective.teacher)
+        if config.objective.teacher_directory:
+            of_teacher = read_architecture(config.objective.teacher_directory)
             reader = InventedCheckpoint(of_teacher, parameter_dtype(config))
             teacher = build_teacher(config, topology, reader)
     offload = Offload(

@@ -110,8 +110,8 @@ def _main(rank: str, gpus: str, file: str, *overrides: str) -> None:
     arch = architecture_of(config.model.path)
     model = dataclasses.replace(config.model, path=str(directory_of(config.model.path)))
     objective = config.objective
-    if objective.teacher and not objective.teacher_is_served:
-        objective = objective.changed(teacher=str(directory_of(objective.teacher)))
+    if objective.teacher_directory:
+        objective = objective.changed(teacher=str(directory_of(objective.teacher_directory)))
     config = dataclasses.replace(config, model=model, objective=objective)
     try:
         done = rehearse(config, arch, Rank(rank=int(rank), world_size=int(gpus)))

@@ -157,7 +157,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     check_tokens(config, arch, vocabulary)
     teacher = config.objective.teacher
     if not allow_missing or Path(teacher).is_dir():
-        check_teacher(config, arch, tokenizer)
+        check_teacher(config, arch, tokenizer, vocabulary)
         facts["teacher"] = teacher
     elif teacher:
         facts["teacher"] = f"{teacher} (not here)"

@@ -193,8 +193,8 @@ class TensorBoard:
 
 
 class Report:
-    """Writes ``report.html`` anew while the run trains, every minute at most, in a process of its
-    own, which takes the cores that training leaves; and at the end, if it has been written.
+    """Rewrites ``report.html`` while the run trains, once a minute at most, in another process,
+    which takes the cores that training leaves; and at the end, if it has been written.
     """
 
     _SECONDS = 60.0

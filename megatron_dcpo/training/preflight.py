@@ -100,12 +100,16 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
     check_vocabulary(config.model.path, vocabulary, arch.vocab_size)
 
 
-def check_teacher(config: Config, arch: Architecture, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_teacher(
+    config: Config,
+    arch: Architecture,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: TokenBytes,
+) -> None:
     """Raise :class:`UserError` when the layout does not divide the teacher, when its tokens are not
     the policy's, so that its log-probs would be of other texts, or when its server does not answer.
     """
     path = config.objective.teacher
-    vocabulary = token_bytes(tokenizer)
     if not path:
         return
     if config.objective.teacher_is_served:
@@ -172,9 +176,8 @@ def _check_positions_of_teacher(objective: ObjectiveConfig, tokens: int) -> None
     """
     path = objective.teacher
     if objective.teacher_is_served:
-        positions = (
-            load_part(SERVED_TEACHER).before_a_run(path).positions() - 1
-        )  # it samples one token behind them
+        # it samples one token more
+        positions = load_part(SERVED_TEACHER).before_a_run(path).positions() - 1
     elif path and Path(path).is_dir():
         positions = read_architecture(path).max_position_embeddings
     else:

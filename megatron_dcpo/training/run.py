@@ -228,7 +228,7 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
-    check_teacher(config, arch, tokenizer)
+    check_teacher(config, arch, tokenizer, vocabulary)
     date = date_of(config)
     sources = load_sources(config, tokenizer, date)
     held_out = load_held_out(config, tokenizer, vocabulary, date)

@@ -31,8 +31,8 @@ _TOKENS_AT_ONCE = 4096  # of the vocabulary, in a comparison
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """The teacher at ``url``, an address with or without ``/v1``. ``attempts`` are those of each
-    request.
+    """The teacher at ``url``, an address with or without ``/v1``. ``attempts`` is how
+    often a request is sent before it has failed.
     """
 
     url: str
@@ -60,7 +60,7 @@ class ServedTeacher:
             self.read(TokenSequence(np.array([0, 0]), np.array([0])))
 
     def positions(self) -> int:
-        """Return the most tokens of a prompt and what is sampled behind it. Raises
+        """Return the most tokens of a prompt and the response to it. Raises
         :class:`UserError`.
         """
         with self._naming_the_server():
