@@ -309,19 +309,18 @@ def _server(environment: frozenset[tuple[str, str]]) -> Connection:
                 listener.listen()
                 _start(listener, environment)
             connection.connect(address)
-    atexit.register(connection.close)  # before it waits for the server
     return Connection(connection)
 
 
 def _start(listener: socket.socket, environment: frozenset[tuple[str, str]]) -> None:
-    server = subprocess.Popen(
+    subprocess.run(
         [sys.executable, "-m", "tests.helpers.warm", str(listener.fileno())],
         pass_fds=[listener.fileno()],
         stdin=subprocess.DEVNULL,
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment),
+        check=True,
     )
-    atexit.register(server.wait)
 
 
 def _serve(listener: socket.socket) -> None:
@@ -418,4 +417,7 @@ def _statuses(pids: list[int], ends_others: bool) -> list[int]:
 
 
 if __name__ == "__main__":
+    # below no worker: there are tests that end, or count, all processes below their own
+    if os.fork():
+        os._exit(0)
     _serve(socket.socket(fileno=int(sys.argv[1])))
