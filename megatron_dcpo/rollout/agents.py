@@ -37,6 +37,7 @@ from megatron_dcpo.types import Prompt, Response, ResponseKey
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
+_REASONS_SHOWN = 8  # of sessions that fail, in a run
 _KILL_SECONDS = 10.0  # for the process that starts agents to end one, or itself
 _HAS_ENDED = "the process that starts agents has ended"
 # Writable memory of each process of a session, so that one that leaks ends before the host's does.
@@ -71,7 +72,7 @@ class AgentRollout:
             name=option_of(config), words=words_of(config), seconds=config.agent_seconds
         )
         self.endpoint = PolicyEndpoint(chat, model)
-        self._warned = False
+        self._reasons: set[str] = set()
         try:
             self.endpoint.run(self.host.start())
         except BaseException:
@@ -108,17 +109,18 @@ class AgentRollout:
             self.endpoint.run(sessions.give_up())
 
     def warn(self, key: ResponseKey, why: str) -> None:
-        """Log the first session of a run that fails; the others are counted."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s: response %d to %s: %s; it is left out, as are others that fail, and counted "
-                "in rollout/unjudged",
-                option_of(self.config),
-                key[1],
-                key[0],
-                printable(why)[:400],
-            )
+        """Log the first session of a run that fails for a reason; the others are counted."""
+        if why in self._reasons or len(self._reasons) == _REASONS_SHOWN:
+            return
+        self._reasons.add(why)
+        logger.warning(
+            "%s: response %d to %s: %s; it is left out, as are others that fail, and counted in "
+            "rollout/unjudged",
+            option_of(self.config),
+            key[1],
+            key[0],
+            printable(why)[:400],
+        )
 
 
 class _Sessions:

@@ -125,6 +125,17 @@ def test_too_many_failures_end_the_run(folder: Path) -> None:
     assert done.stderr.count("the tool is gone") == 1
 
 
+def test_every_reason_for_which_sessions_fail_is_said_once(folder: Path) -> None:
+    agent = AGENT.replace("the tool is gone", "the tool is {problem['index'] % 2}")
+    agent = agent.replace('RuntimeError("', 'RuntimeError(f"')
+    agent = agent.replace(' and problem["index"] == 2', "")
+    (folder / "two_reasons.py").write_text(agent.replace('problem["id"].endswith("1")', "True"))
+    config = write_config(folder, "two_reasons")
+    done = run("train", "--config", config, f"rollout.agent={folder}/two_reasons.py:run")
+    assert done.returncode == 2
+    assert [done.stderr.count(f"the tool is {n}") for n in (0, 1)] == [1, 1], done.stderr
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
