@@ -89,7 +89,7 @@ def at_once(model: str) -> list[Any]:
     engine = engine_of(model)
     engine.eos_token_ids = tuple(range(0, 331, 9))
     prompts = {prompt.prompt_id: prompt for prompt in prompts_for_test()}
-    responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, max_tokens=24))
+    responses = engine.generate(list(prompts.values()), SamplingConfig(n=2, max_tokens=16))
     return [
         replaced(bare(prompts[r.prompt_id].token_ids, r.token_ids), response=r) for r in responses
     ]
