@@ -97,7 +97,7 @@ def dcpo(light: dict[str, str], *verbs: tuple[object, ...]) -> list[tuple[int, s
         env=light,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -27,7 +27,7 @@ def measure(setting, options, topology) -> list[float]:
     config = config_for_test(options["model"], setting.get("dtype", "fp32"), parallel, lr=1e-3)
     policy = build_policy(config.model, parallel, topology)
     optimizer = PolicyOptimizer(policy, config)
-    samples, size = samples_for_test()[:8], setting["micro_batch_size"]
+    samples, size = samples_for_test(), setting["micro_batch_size"]
     indices, splits = shared_out(samples, parallel, topology, size, max_tokens=130 * size)
     mine = [samples[i] for i in indices]
     total = sum(len(sample.response_ids) for sample in samples)
