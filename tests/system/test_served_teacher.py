@@ -120,7 +120,6 @@ def test_a_run_may_be_resumed_with_another_server(
     words = (COEF, "training.save_interval=1", "training.resume=auto")
     train(tmp_path / "run", *words, f"objective.teacher={address}", "training.steps=1")
     with serving(teacher) as other:
-        words = (*words, f"objective.teacher={other}")
         steps = train(tmp_path / "run", *words, f"objective.teacher={other}", "training.steps=2")
     assert [step["step"] for step in steps] == [1, 2]
 
