@@ -716,7 +716,7 @@ def a_served_teacher_reads_at_temperature_one(config: Config) -> Problem:
 
 
 @rule("train")
-def teachers_of_sources_are_servers_beside_another(config: Config) -> Problem:
+def a_source_with_a_teacher_needs_a_server_for_the_others(config: Config) -> Problem:
     """The samples of every source have a teacher, or none do."""
     named = [source.teacher for source in config.data.sources if source.teacher]
     if named and not config.objective.teacher_is_served:
