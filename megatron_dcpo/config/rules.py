@@ -364,13 +364,6 @@ CONFLICTS = (
     ),
     Conflict(
         "train",
-        lambda c: c.rollout.max_staleness and c.rollout.routing_replay,
-        "rollout.max_staleness={c.rollout.max_staleness} does not go with "
-        "rollout.routing_replay: a response that is continued has no experts of its first "
-        "tokens",
-    ),
-    Conflict(
-        "train",
         lambda c: c.rollout.agent and c.rollout.command,
         "rollout.agent and rollout.command both make the responses; remove one",
     ),
@@ -399,12 +392,6 @@ CONFLICTS = (
         "rollout.max_staleness={c.rollout.max_staleness} does not go with rollout.agent and"
         " rollout.command, whose sessions cannot be carried over; remove one of them, or take "
         "rollout.engine=server",
-    ),
-    Conflict(
-        "train",
-        lambda c: c.rollout.runs_agents and c.rollout.routing_replay,
-        "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
-        "chose experts for tokens that were not sampled; remove one of them",
     ),
     Conflict(
         "train",
@@ -724,6 +711,19 @@ def a_served_teacher_reads_at_temperature_one(config: Config) -> Problem:
             f"objective.teacher={config.objective.teacher} is a server, whose log-probs of what "
             f"was sampled are at temperature 1; rollout.temperature={temperature:g} needs a "
             "teacher in a directory"
+        )
+    return None
+
+
+@rule("train")
+def a_source_with_a_teacher_needs_a_server_for_the_others(config: Config) -> Problem:
+    """The samples of every source have a teacher, or none do."""
+    named = [source.teacher for source in config.data.sources if source.teacher]
+    if named and not config.objective.teacher_is_served:
+        return (
+            f"data.path: a source has the teacher {named[0]}, and objective.teacher="
+            f"{config.objective.teacher or '(not set)'} is no server; name the server that reads "
+            "the other sources"
         )
     return None
 
