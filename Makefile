@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
+# what is compiled is kept: else each worker rewrites the asserts of all tests, and each command compiles the package
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-table quickstart-moe smollm2 smollm2-served serve calculator policy test test-changed test-extras test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs dist clean

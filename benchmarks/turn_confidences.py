@@ -1,15 +1,16 @@
 """What does a confidence at every turn cost? Seconds of a rollout of 64 sessions of four turns with
 ``asks_confidence: turns`` against one that asks at the end alone, in turns in one run.
 
-    python benchmarks/turn_confidences.py
+    python benchmarks/turn_confidences.py         # TURNS_ON=vllm: on vLLM, which caches prefixes
 
-Engine and agents are those of ``openai_server.py``: random weights, whose answers and confidences
+Model and agents are those of ``openai_server.py``: random weights, whose answers and confidences
 end at their longest. A confidence has six tokens, which a trained policy writes (a space, a number
 and its end), not the 16 that it may have at most.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,8 +27,12 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import sessions
 from megatron_dcpo.rollout.agents import AgentRollout
 from megatron_dcpo.rollout.chat_tokens import ChatTokens
+from megatron_dcpo.rollout.engine import Engine
+from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.sampling import SamplingConfig
 from megatron_dcpo.rollout.tokens import load_tokenizer
+from megatron_dcpo.runtime.distributed import initialize
+from megatron_dcpo.runtime.parallel_sizes import ParallelSizes
 from megatron_dcpo.types import Prompt, Response
 
 GOAL = 1.25
@@ -42,9 +47,11 @@ def measurements() -> Iterator[Measurement]:
     torch.set_num_threads(1)
     sessions.CONFIDENCE_TOKENS = STATED
     tokenizer = load_tokenizer(POLICY)
-    engine = engine_of(len(tokenizer))
-    chat = ChatTokens(tokenizer, token_bytes(tokenizer), engine.eos_token_ids)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as opened:
+        engine: Engine = engine_of(len(tokenizer))
+        if os.environ.get("TURNS_ON") == "vllm":
+            engine = on_vllm(engine, Path(directory) / "model")
+        chat = ChatTokens(tokenizer, token_bytes(tokenizer), engine.eos_token_ids)
         agent = Path(directory) / "agent.py"
         agent.write_text(AGENT)
         rollouts = []
@@ -65,6 +72,25 @@ def measurements() -> Iterator[Measurement]:
             rollouts.append(opened.enter_context(closing(rollout)))
         for tokens in OF_A_TURN:
             yield measured(*rollouts, tokens)
+
+
+def on_vllm(engine: Engine, directory: Path) -> Engine:
+    """Return vLLM with the weights of another engine."""
+    from megatron_dcpo.rollout.vllm_engine import VllmEngine
+
+    engine.model.save_pretrained(directory)
+    load_tokenizer(POLICY).save_pretrained(directory)
+    initialize(ParallelSizes())
+    options = EngineOptions(
+        dtype="fp32",
+        max_model_len=PROMPT_TOKENS + TURNS * max(OF_A_TURN) + ROOM,
+        max_num_seqs=TURNS * SESSIONS,
+        sleep=False,
+        arguments={"kv_cache_memory_bytes": 2 << 30, "enforce_eager": True},
+    )
+    started = VllmEngine(directory, options)
+    started.eos_token_ids = ()  # nothing ends before its longest
+    return started
 
 
 def measured(turns: AgentRollout, end: AgentRollout, tokens: int) -> Measurement:

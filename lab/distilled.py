@@ -21,6 +21,8 @@ from lab.price import within_problems
 from lab.results import interval, read_archive, write_json
 from lab.testgrid import DRAWS, EXAMPLES, METHODS, Cell, Draw, Lab
 from lab.testtables import SHOWN, TITLES, load, scores, table
+from megatron_dcpo.calibration.diagrams import PALETTE
+from megatron_dcpo.calibration.diagrams import saved_figure as figure
 from megatron_dcpo.evaluation.samples import read_samples
 
 RECORDS = "distilled_records.tar.xz"
@@ -107,7 +109,15 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
     for arm in ROWS:
         of_pupils = [runs[_key(pupil)][arm] for pupil in PUPILS if arm in runs[_key(pupil)]]
         result[arm] = [_values(run, teacher) for run in of_pupils]
+        result[f"miss_of_{arm}"] = float(np.mean([run["bias"] - run["gap"] for run in result[arm]]))
         result[f"slope_of_{arm}"] = slope(result[arm])
+        result[f"slope_beyond_teacher_of_{arm}"] = slope(result[arm], result["teacher"])
+    with_own_score = result["distilled"]
+    for arm in ("distilled_both", "imitation"):
+        result[f"bias_of_{arm}_beyond_distilled"] = [
+            run["bias"] - other["bias"]
+            for run, other in zip(result[arm], with_own_score, strict=True)
+        ]
     result["early_accuracy"] = {
         arm: [_early(curves[pupil, arm]) for pupil in PUPILS if (pupil, arm) in curves]
         for arm in ARMS
@@ -117,6 +127,7 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
     }
     write_json(out / "distilled.json", result)
     (out / "distilled_tables.md").write_text(_markdown(result))
+    draw(result, out / "distilled.png")
     return result
 
 
@@ -126,12 +137,19 @@ def bias(r: Records) -> float:
     return float((r.confidence[known] - r.correct[known]).mean())
 
 
-def slope(of_pupils: Sequence[Mapping[str, Any]]) -> float:
-    """Return the slope of the least squares line of the bias over the difference of the accuracies,
-    over types and pretrainings.
+def slope(
+    of_pupils: Sequence[Mapping[str, Any]], teacher: Mapping[str, Any] | None = None
+) -> float:
+    """Return the slope of the least squares line of the bias, less that of the ``teacher`` if there
+    is one, over the difference of the accuracies, over types and pretrainings.
     """
-    points = np.array([point for run in of_pupils for point in run["by_type"].values()])
-    return float(np.polyfit(points[:, 0], points[:, 1], deg=1)[0])
+    points = []
+    for run in of_pupils:
+        for kind, (gap, off) in run["by_type"].items():
+            off_of_teacher = 0.0 if teacher is None else teacher["by_type"][kind][1]
+            points.append((gap, off - off_of_teacher))
+    x, y = np.array(points).T
+    return float(np.polyfit(x, y, deg=1)[0])
 
 
 def _key(policy: str) -> tuple[str, int, int]:
@@ -190,7 +208,8 @@ def _markdown(result: Mapping[str, Any]) -> str:
         "[distilled.md](distilled.md).",
         "",
     ]
-    rows = [("teacher", "1", *(f"{result['teacher'][key]:.4f}" for key in columns))]
+    teacher = result["teacher"]
+    rows = [("teacher", "1", *(f"{teacher[key]:.4f}" for key in columns))]
     for arm in ROWS:
         means = [f"{np.mean([run[key] for run in result[arm]]):.4f}" for key in columns]
         rows.append((TITLES[arm], str(len(result[arm])), *means))
@@ -208,14 +227,43 @@ def _markdown(result: Mapping[str, Any]) -> str:
                 *(" ".join(f"{run[key]:+.3f}" for run in result[arm]) for key in ("bias", "gap")),
                 interval(misses).shown(3),
                 f"{result[f'slope_of_{arm}']:+.2f}",
+                interval([run["stated"] - teacher["stated"] for run in result[arm]]).shown(3),
+                f"{result[f'slope_beyond_teacher_of_{arm}']:+.2f}",
             )
         )
     text = (
         "By pretraining. `miss` is bias minus gap, ± for other pretrainings (Student's t); `slope` "
-        "is that of the bias over the gap, twelve pairs of a type and a pretraining."
+        "is that of the bias over the gap, twelve pairs of a type and a pretraining. Seen "
+        "afterwards: `stated beyond the teacher` is the mean stated confidence minus the "
+        "teacher's, and `slope beyond the teacher` that of the bias less the teacher's own."
     )
-    lines += table(text, ("bias", "gap", "miss", "slope"), rows)
+    beyond = ("stated beyond the teacher", "slope beyond the teacher")
+    lines += table(text, ("bias", "gap", "miss", "slope", *beyond), rows)
     early = result["early_accuracy"]
     rows = [(TITLES[arm], *(f"{value:.4f}" for value in early[arm])) for arm in ARMS if early[arm]]
     lines += table("Accuracy of the training samples of steps 41 to 60:", PUPILS, rows)
     return "\n".join(lines)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the bias over the teacher's lead, by type and pretraining, and what the arms of RL state
+    while they are trained.
+    """
+    with figure(path, columns=2, width=4.6) as (over_gap, over_steps):
+        for number, arm in enumerate(ARMS):
+            points = [point for run in result[arm] for point in run["by_type"].values()]
+            gaps, biases = np.array(points).T
+            over_gap.plot(gaps, biases, "o", ms=3.5, color=PALETTE[number], label=TITLES[arm])
+        over_gap.axline((0, 0), slope=1, color="#777777", lw=0.8)
+        over_gap.axhline(0, color="#777777", lw=0.8)
+        over_gap.set(xlabel="teacher's accuracy minus the pupil's", ylabel="stated minus accuracy")
+        over_gap.set(title="test problems, by type")
+        for number, arm in enumerate(ARMS[:-1]):
+            curves = [result["curves"][f"{pupil}/{arm}"] for pupil in PUPILS]
+            steps = [point["step"] for point in curves[0]]
+            for key, style in (("stated", "-"), ("accuracy", ":")):
+                means = np.mean([[point[key] for point in curve] for curve in curves], axis=0)
+                over_steps.plot(steps, means, style, color=PALETTE[number])
+        over_steps.axhline(result["teacher"]["stated"], color="#777777", lw=0.8)
+        over_steps.set(xlabel="step", ylim=(0.3, 1.0), title="solid: stated; dotted: accuracy")
+        over_gap.legend(fontsize=6.5)

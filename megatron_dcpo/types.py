@@ -131,7 +131,9 @@ class Response:
     Optional: ``top_logprobs``, float32 [T, K], falling, of the raw logits; ``text``, the response
     without its end token, if it is judged by its text (a server gives no ``token_ids``);
     ``token_ends``, int64 [T], the byte of the text after each token; ``experts``, int16
-    [P + T - 1, layers, k], the experts chosen for prompt and response, if they are to be replayed.
+    [P + T - 1, layers, k], the experts chosen for prompt and response, if they are to be replayed:
+    of a response in several segments for each sequence, one after another, without its last token.
+    Tokens for which nobody recorded any have -1, or are missing at the end.
     """
 
     prompt_id: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 from pathlib import Path
 
@@ -19,6 +21,21 @@ hypothesis.settings.load_profile("shared machine")
 
 
 FULL_CASES = Path(__file__).with_name("full_cases.txt")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Begin in each worker with other modules, so that what one has compiled the others read; a
+    module that cannot be imported is reported where it is collected.
+    """
+    place, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{name}") for name in ("", "_COUNT"))
+    if place is not None and workers is not None:
+        folders = [Path(argument) for argument in session.config.args]
+        modules = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+        first = len(modules) * int(place.removeprefix("gw")) // int(workers)
+        for file in (*modules[first:], *modules[:first]):
+            words = file.absolute().relative_to(session.config.rootpath).with_suffix("").parts
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(words))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

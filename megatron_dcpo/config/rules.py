@@ -364,13 +364,6 @@ CONFLICTS = (
     ),
     Conflict(
         "train",
-        lambda c: c.rollout.max_staleness and c.rollout.routing_replay,
-        "rollout.max_staleness={c.rollout.max_staleness} does not go with "
-        "rollout.routing_replay: a response that is continued has no experts of its first "
-        "tokens",
-    ),
-    Conflict(
-        "train",
         lambda c: c.rollout.agent and c.rollout.command,
         "rollout.agent and rollout.command both make the responses; remove one",
     ),
@@ -399,12 +392,6 @@ CONFLICTS = (
         "rollout.max_staleness={c.rollout.max_staleness} does not go with rollout.agent and"
         " rollout.command, whose sessions cannot be carried over; remove one of them, or take "
         "rollout.engine=server",
-    ),
-    Conflict(
-        "train",
-        lambda c: c.rollout.runs_agents and c.rollout.routing_replay,
-        "rollout.routing_replay does not go with rollout.agent and rollout.command: nobody "
-        "chose experts for tokens that were not sampled; remove one of them",
     ),
     Conflict(
         "train",

@@ -386,7 +386,7 @@ def build_policy(
             hooks = [chunk.no_sync for chunk in chunks]
             config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     else:
-        chunks = [_mixed_precision(gpt, config).requires_grad_(False) for gpt in gpts]
+        chunks = [_mixed_precision(gpt, config).requires_grad_(False).eval() for gpt in gpts]
     return Policy(
         arch=arch,
         layout=layout,

@@ -28,19 +28,24 @@ def collate_experts(
     """Return the choices of a micro-batch's samples, int16 [*shape, layers, k]; None if the rollout
     recorded none.
 
-    The choices of sample i begin at index ``offsets[i]`` of the flattened tokens. Tokens without
-    choices have -1: padding, and the last token of a response, which the engine never runs.
+    Sequence i of the samples begins at index ``offsets[i]`` of the flattened tokens. Tokens without
+    choices have -1: padding, and the last token of a sequence, which the engine never runs.
     """
-    recorded = []
-    for sample in samples:
-        if sample.response.experts is not None:
-            recorded.append(sample.response.experts)
-    if not recorded:
+    choices = [sample.response.experts for sample in samples]
+    recorded = next((one for one in choices if one is not None), None)
+    if recorded is None:
         return None
     rows, width = shape
-    experts = np.full((rows * width, *recorded[0].shape[1:]), -1, np.int16)
-    for choices, offset in zip(recorded, offsets, strict=True):
-        experts[offset : offset + len(choices)] = choices
+    experts = np.full((rows * width, *recorded.shape[1:]), -1, np.int16)
+    places = iter(offsets)
+    for sample, of_sample in zip(samples, choices, strict=True):
+        begin = 0
+        for length in sample.sequence_lengths:
+            offset = next(places)
+            if of_sample is not None:
+                of_sequence = of_sample[begin : begin + length - 1]
+                experts[offset : offset + len(of_sequence)] = of_sequence
+            begin += length - 1
     return experts.reshape(rows, width, *experts.shape[1:])
 
 

@@ -141,8 +141,24 @@ def append_segment(begun: Response | None, new: Response) -> Response:
         new,
         token_ids=np.concatenate([begun.token_ids, new.token_ids]),
         logprobs=np.concatenate([begun.logprobs, new.logprobs]),
+        experts=earlier_first(begun.experts, new.experts),
         step=begun.step,
         segments=tuple(
             part for part in (*begun.versions, (new.weights_version, len(new.token_ids))) if part[1]
         ),
     )
+
+
+def earlier_first(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Return the choices [tokens, layers, k] of two passes that begin with the same tokens: the
+    earlier pass's where it has any, because log-probs of tokens that were sampled then follow from
+    these, and else the later one's. None if neither has any.
+    """
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    rows = max(len(earlier), len(later))
+    joined = np.full((rows, *later.shape[1:]), -1, np.int16)
+    joined[: len(later)] = later
+    known = (earlier != -1).any(axis=(1, 2))
+    joined[: len(earlier)][known] = earlier[known]
+    return joined

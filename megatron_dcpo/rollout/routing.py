@@ -84,11 +84,15 @@ class RecordedExperts:
         """Note the choices [rows, 1, layers, k] for the last of each row's ``counts`` tokens."""
         self._tokens[rows.cpu().numpy(), counts.cpu().numpy() - 1] = choices[:, 0]
 
-    def of(self, row: int, tokens: int) -> np.ndarray:
-        """Return the choices for a prompt and ``tokens`` - 1 sampled tokens: the last one is not
-        run.
+    def of(self, row: int, before: int, tokens: int) -> np.ndarray | None:
+        """Return the choices for what a sample began with, its prompt and the tokens ``before``,
+        and for those sampled behind it, up to ``tokens`` in all. The last one is not run. None for
+        a sample that still waits.
         """
-        return np.concatenate([self._prompts[row], self._tokens[row, : max(tokens - 1, 0)]])
+        if self._prompts[row] is None:
+            return None
+        sampled = self._tokens[row, before : max(tokens - 1, before)]
+        return np.concatenate([self._prompts[row], sampled])
 
 
 @contextlib.contextmanager
@@ -103,11 +107,10 @@ def every_rank_returns_experts() -> Iterator[None]:
         yield
 
 
-def completed_experts(prompt: Prompt, tokens: int, experts: np.ndarray | None) -> np.ndarray:
-    """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises
+def completed_experts(length: int, prompt: Prompt, experts: np.ndarray | None) -> np.ndarray:
+    """Return the ``routed_experts`` of a finished completion of vLLM, [length, layers, k]. Raises
     :class:`EngineError` if their number of tokens is another.
     """
-    length = len(prompt.token_ids) + tokens - 1
     if experts is None or len(experts) != length:
         count = "none" if experts is None else len(experts)
         raise EngineError(

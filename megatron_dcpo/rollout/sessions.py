@@ -30,6 +30,7 @@ from megatron_dcpo.rollout.chat_messages import (
     split_reasoning,
 )
 from megatron_dcpo.rollout.chat_tokens import ChatTokens, Tools
+from megatron_dcpo.rollout.engine import earlier_first
 from megatron_dcpo.types import FinishReason, Prompt, Response
 
 CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
@@ -134,6 +135,7 @@ class Turn:
     name: str
     sampled: np.ndarray
     logprobs: np.ndarray
+    experts: np.ndarray | None
     finish_reason: FinishReason
     versions: tuple[tuple[int, int], ...]
     step: int
@@ -404,6 +406,7 @@ class Session:
             name=name,
             sampled=sampled,
             logprobs=response.logprobs,
+            experts=response.experts,
             finish_reason="stop" if at is not None or ended else response.finish_reason,
             versions=response.versions,
             step=response.step,
@@ -547,6 +550,7 @@ class Session:
             sample_index=self.index,
             token_ids=token_ids,
             logprobs=logprobs,
+            experts=parts.experts(),
             finish_reason="stop" if self._is_complete(last) else "length",
             weights_version=versions[-1][0],
             segments=versions if len(versions) > 1 else (),
@@ -620,10 +624,12 @@ class _Parts:
         self._tokens: list[np.ndarray] = [np.zeros(0, np.int64)]
         self._logprobs: list[np.ndarray] = [np.zeros(0, np.float32)]
         self._mask: list[np.ndarray] = [np.zeros(0, np.bool_)]
+        self._experts: list[np.ndarray | None] = []  # of each segment
 
     def begin(self, context: tuple[int, ...]) -> None:
         self.starts.append(self.length)
         self.contexts.append(context)
+        self._experts.append(None)
 
     def write(self, token_ids: Sequence[int]) -> None:
         count = len(token_ids)
@@ -638,6 +644,18 @@ class _Parts:
         count = len(self._tokens[-1])
         self._mask.append(np.ones(count, np.bool_))
         self.length += count
+        if turn.experts is not None:
+            rows = len(turn.prompt.token_ids) + count - 1
+            self._experts[-1] = earlier_first(self._experts[-1], turn.experts[:rows])
+
+    def experts(self) -> np.ndarray | None:
+        """Return the choices of the engine for each segment, without its last token."""
+        ends = [*self.starts[1:], self.length]
+        rows = [
+            len(context) + end - start - 1
+            for context, start, end in zip(self.contexts, self.starts, ends, strict=True)
+        ]
+        return _one_after_another(self._experts, rows)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return (
@@ -645,6 +663,25 @@ class _Parts:
             np.concatenate(self._logprobs),
             np.concatenate(self._mask),
         )
+
+
+def _one_after_another(
+    choices: Sequence[np.ndarray | None], rows: Sequence[int]
+) -> np.ndarray | None:
+    """Return the choices of several sequences as one array, so many ``rows`` of each, of which
+    those without a choice are :data:`-1`. None if no sequence has any.
+    """
+    recorded = next((one for one in choices if one is not None), None)
+    if recorded is None:
+        return None
+    joined = np.full((sum(rows), *recorded.shape[1:]), -1, np.int16)
+    begin = 0
+    for one, count in zip(choices, rows, strict=True):
+        if one is not None:
+            taken = one[:count]
+            joined[begin : begin + len(taken)] = taken
+        begin += count
+    return joined
 
 
 def session_is_over() -> CallRefused:

@@ -168,10 +168,7 @@ class TransformersEngine(Engine):
         step: int,
         partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
-        experts = None
-        if self._recorder:
-            experts = RecordedExperts(len(samples), sampling.max_tokens)
-        batch = self._batch(len(samples), sampling, step, experts)
+        batch = self._batch(len(samples), sampling, step)
         for row, (prompt, index) in enumerate(samples):
             begun = partial.so_far(prompt, index) if partial else None
             batch.place(row, prompt, index, begun=begun)
@@ -202,10 +199,7 @@ class TransformersEngine(Engine):
                 keep = live.nonzero().squeeze(-1)
                 running.keep(keep)
                 token = token[keep]
-            running.step(self.model, token)
-            if self._recorder and experts:
-                choices = self._recorder.take(len(running.rows))
-                experts.note_tokens(running.rows, batch.count[running.rows], choices)
+            self._step(running, batch, token)
 
     @torch.no_grad()
     def serve(
@@ -214,9 +208,7 @@ class TransformersEngine(Engine):
         """Sample what arrives as :meth:`megatron_dcpo.rollout.engine.Engine.serve` says, in
         ``max_num_seqs`` slots.
         """
-        if self._recorder:
-            raise UserError("rollout.routing_replay does not go with calls that arrive")
-        slots = _Slots(self._batch(self.max_num_seqs, sampling, step, None))
+        slots = _Slots(self._batch(self.max_num_seqs, sampling, step))
         batch = slots.batch
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
         running = _Running.none()
@@ -247,16 +239,18 @@ class TransformersEngine(Engine):
             if len(kept) < len(rows_now):
                 running.keep(kept)
                 token = token[kept]
-            running.step(self.model, token)
+            self._step(running, batch, token)
 
-    def _batch(
-        self,
-        rows: int,
-        sampling: SamplingConfig,
-        step: int,
-        experts: RecordedExperts | None,
-    ) -> _Batch:
+    def _step(self, running: _Running, batch: _Batch, token: Tensor) -> None:
+        """Run the rows that go on with their next token."""
+        running.step(self.model, token)
+        if self._recorder and batch.experts:
+            choices = self._recorder.take(len(running.rows))
+            batch.experts.note_tokens(running.rows, batch.count[running.rows], choices)
+
+    def _batch(self, rows: int, sampling: SamplingConfig, step: int) -> _Batch:
         """Return a batch with so many empty rows."""
+        experts = RecordedExperts(rows, sampling.max_tokens) if self._recorder else None
         return _Batch(
             rows=rows,
             sampling=sampling,
@@ -487,7 +481,11 @@ class _Batch:
         responses = []
         for number, row in enumerate(rows.tolist()):
             prompt, index = self.sample(row)
-            new = slice(self._before[row], lengths[number])
+            before = self._before[row]
+            new = slice(before, lengths[number])
+            experts = None
+            if self.experts is not None:
+                experts = self.experts.of(row, before, lengths[number])
             finish_reason: FinishReason = "abort"
             if stopped[number]:
                 finish_reason = "stop"
@@ -501,7 +499,7 @@ class _Batch:
                 finish_reason=finish_reason,
                 weights_version=self.version,
                 top_logprobs=tops[number, new] if self.sampling.top_logprobs else None,
-                experts=self.experts.of(row, lengths[number]) if self.experts else None,
+                experts=experts,
                 step=self.step,
             )
             responses.append(append_segment(self.begun[row], response))

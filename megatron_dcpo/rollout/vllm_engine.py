@@ -121,10 +121,17 @@ class VllmEngine(Engine):
             ):
                 responses = []
                 for number, completion in outputs:
-                    new = self._response(*samples[number], completion, sampling.top_logprobs, step)
-                    responses.append(
-                        append_segment(partial.so_far(*samples[number]) if partial else None, new)
+                    prompt, index = samples[number]
+                    begun = partial.so_far(prompt, index) if partial else None
+                    new = self._response(
+                        prompt=prompt,
+                        index=index,
+                        completion=completion,
+                        top_logprobs=sampling.top_logprobs,
+                        step=step,
+                        before=0 if begun is None else len(begun.token_ids),
                     )
+                    responses.append(append_segment(begun, new))
                     digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
                 yield responses
         self._check_ranks_agree(b"".join(digests))
@@ -336,7 +343,9 @@ class VllmEngine(Engine):
         completion: CompletionOutput | None,
         top_logprobs: int,
         step: int,
+        before: int = 0,
     ) -> Response:
+        """Return what a completion has behind the ``before`` tokens that it went on from."""
         if completion is None:
             return Response(
                 prompt_id=prompt.prompt_id,
@@ -362,8 +371,9 @@ class VllmEngine(Engine):
         flat = np.array(completion.logprobs.logprobs, np.float32)
         logprobs = flat.reshape(len(ids), 1 + top_logprobs)
         experts = None
-        if self.options.record_experts:
-            experts = completed_experts(prompt, len(ids), completion.routed_experts)
+        if self.options.record_experts and completion.finish_reason is not None:
+            length = len(prompt.token_ids) + before + len(ids) - 1
+            experts = completed_experts(length, prompt, completion.routed_experts)
         return Response(
             prompt_id=prompt.prompt_id,
             sample_index=index,

@@ -54,17 +54,17 @@ FULL_RESUMED = ("ep2_pp2", "tp2_ep2_etp2")
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    options = {"probe": True, "bucket_bytes": 20_000, "micro_batch_size": 3, "steps": 2}
+    options = {"bucket_bytes": 20_000, "micro_batch_size": 3, "steps": 2}
     models = {family: str(tiny_models(family, True, 2)) for family in ONE_PROCESS}
     wanted = {family: Run(1, options | {"model": models[family]}) for family in ONE_PROCESS}
     options |= {"model": models["qwen3_moe"]}
     for name, (processes, parallel) in LAYOUTS.items():
         wanted[name] = Run(processes, options | {"parallel": parallel})
     saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
-    saving = {"parallel": EP2, "probe": False, "steps": 3, "save": saved}
+    saving = {"parallel": EP2, "steps": 3, "save": saved}
     wanted["went_on"] = Run(2, options | saving)
     for name, (processes, parallel) in RESUMED.items():
-        again = {"parallel": parallel, "probe": False, "load": saved}
+        again = {"parallel": parallel, "load": saved}
         wanted["resumed", name] = Run(processes, options | again)
     full = [*FULL, *(("resumed", name) for name in FULL_RESUMED)]
     return runs_by_name(wanted, full, tmp_path_factory.mktemp)

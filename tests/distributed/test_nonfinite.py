@@ -92,7 +92,7 @@ def test_the_count_in_a_row_survives_a_resumption(tmp_path):
 
 
 def test_learning_rate_zero_changes_nothing(tmp_path):
-    """20 steps: parameters identical, engine and trainer as close at the end as at the
+    """8 steps: parameters identical, engine and trainer as close at the end as at the
     beginning.
     """
     overrides = [
@@ -105,17 +105,17 @@ def test_learning_rate_zero_changes_nothing(tmp_path):
         "overrides": [
             *overrides,
             "optimizer.weight_decay=0.1",
-            "training.steps=20",
+            "training.steps=8",
             "training.save_interval=0",
         ]
     }
     ranks = torchrun("training", 1, tmp_path, options)
     records = metrics(tmp_path)
-    assert len(records) == 20
+    assert len(records) == 8
     assert all(record["grad_norm/total"] > 0 for record in records)
     assert max(record["engine/logprob_diff_max"] for record in records) <= 1e-4
     differences = [record["engine/logprob_diff_mean"] for record in records]
-    assert sum(differences[10:]) <= 1.5 * sum(differences[:10])
+    assert sum(differences[4:]) <= 1.5 * sum(differences[:4])
     # the moments move, the parameters do not
     assert len(set(ranks[0]["parameters"])) == 1
-    assert len(set(ranks[0]["digests"])) == 21
+    assert len(set(ranks[0]["digests"])) == 9

@@ -21,7 +21,7 @@ READ_BACK = ("digest", "megatron read by the other code", "ours read by the othe
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at", "dtype"),
     [
-        ({}, [{}, TP2, UNEVEN], "bf16"),
+        ({}, [{}, TP2 | UNEVEN], "bf16"),
         (TP2 | CP2 | {"sequence_parallel": True}, [TP2 | CP2, TP2 | PP2, TP2], "fp32"),
         (VPP | {"overlap_grad_reduce": True}, [VPP | {"overlap_grad_reduce": True}, {}], "bf16"),
     ],

@@ -178,10 +178,9 @@ def agrees(ranks, expected, parallel):
         np.testing.assert_allclose(rank["losses"][0], expected["losses"][0], rtol=1e-6)
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=3e-5)
         np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-5)
-        same_probe(rank["probes"][0], expected["probes"][0], rtol=1e-5)
-        same_probe(
-            rank["probes"][1], expected["probes"][1], rtol=1e-4
-        )  # after an update, which amplifies rounding
+        if expected["probe"] is not None:
+            # after an update, which amplifies rounding
+            same_probe(rank["probe"], expected["probe"], rtol=1e-4)
         assert rank["engine_difference"] <= 1e-4, "engine and trainer agree after three updates"
         assert rank["weights"] == ranks[0]["weights"], "every engine received the same weights"
     tp = parallel.get("tensor_model_parallel_size", 1)

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD
 from tests.helpers.cases import full_only
+from tests.helpers.chat_policy import save_policy
 from tests.helpers.launch import Run, runs_by_name
 
 PACKED = {"sequence_packing": True}
@@ -41,6 +42,8 @@ SIGMOID = {
     "sigmoid_padded": {},
     "sigmoid_pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
 }
+# rollouts whose responses are made of parts
+OF_PARTS = {"in parts": {}, "in sessions": PACKED}
 # with `make test-full`: what the others try, in another layout
 FULL_SUITE = (
     "packed",
@@ -64,6 +67,13 @@ def runs(tiny_models, tmp_path_factory):
         processes = 2 if name in TWO_PROCESSES or name == "sigmoid_pp2_recomputed" else 1
         options = {"model": str(tiny_models(*family)), "parallel": parallel}
         wanted[name] = Run(processes, options, "routing_replay")
+    models = {
+        "in parts": tiny_models("qwen3_moe", True),
+        "in sessions": save_policy(tmp_path_factory.mktemp("chat"), experts=8),
+    }
+    for name, parallel in OF_PARTS.items():
+        options = {"model": str(models[name]), "parallel": parallel, "rollout": name}
+        wanted[name] = Run(1, options, "routing_replay")
     return runs_by_name(wanted, FULL_SUITE, tmp_path_factory.mktemp)
 
 
@@ -81,3 +91,15 @@ def test_no_token_is_routed_otherwise(runs, layout):
             assert found[f"{name}/norm"] == pytest.approx(padded[f"{name}/norm"], rel=1e-3)
     assert padded["replayed/norm"] != pytest.approx(padded["alone/norm"], rel=0.01)
     assert len(set(padded["lengths"])) > 3
+
+
+@pytest.mark.parametrize("rollout", OF_PARTS)
+def test_no_token_of_a_response_in_parts_is_routed_otherwise(runs, rollout):
+    """Parts of partial rollouts, and the segments and branches of sessions."""
+    (found,) = runs(rollout)
+    assert max(found["replayed/gaps"]) < EDGE / 5
+    assert np.mean(np.array(found["alone/gaps"]) > EDGE) > 0.8
+    if rollout == "in sessions":
+        assert min(found["sequences"]) >= 3
+    else:
+        assert max(found["lengths"]) > 14, "a response of three parts"

@@ -112,14 +112,24 @@ class ScriptedEngine:
         )
 
 
-def save_policy(directory: Path, layers: int = 2) -> Path:
-    """A tiny Qwen3 of random weights with this tokenizer."""
+def save_policy(directory: Path, layers: int = 2, experts: int = 0) -> Path:
+    """A tiny Qwen3 of random weights with this tokenizer, with so many ``experts``."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     made = tokenizer()
     torch.manual_seed(3)
-    config = Qwen3Config(
+    kind = "Qwen3Moe" if experts else "Qwen3"
+    of_experts: dict[str, Any] = {}
+    if experts:
+        of_experts = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        }
+    config = getattr(transformers, f"{kind}Config")(
+        **of_experts,
         vocab_size=len(made),
         hidden_size=32,
         intermediate_size=64,
@@ -132,6 +142,6 @@ def save_policy(directory: Path, layers: int = 2) -> Path:
         tie_word_embeddings=True,
         eos_token_id=made.convert_tokens_to_ids(END),
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(directory)
     made.save_pretrained(directory)
     return directory

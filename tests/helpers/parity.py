@@ -52,7 +52,7 @@ def results_in(
 
     def job(family: str, layout: str) -> dict[str, Any]:
         _, parallel = layouts.get(layout, (1, {}))
-        own = {"model": model(family), "parallel": parallel, "probe": True}
+        own = {"model": model(family), "parallel": parallel}
         return own | {"bucket_bytes": 20_000, **options}
 
     def get(family: str, layout: str) -> Any:

@@ -15,7 +15,9 @@ from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import SMALL, run, train
 
 POLICY = QUICKSTART / "policy"
+MOE = QUICKSTART / "moe" / "policy"
 FEW = ("training.steps=1", "training.save_interval=0")
+EP2 = ("parallel.expert_model_parallel_size=2", "parallel.use_distributed_optimizer=true")
 COEF = "objective.distill_coef_reasoning=1.0"
 
 
@@ -90,6 +92,38 @@ def test_every_layout_gives_the_same_log_probs(
         assert step[name] == pytest.approx(alone[name], rel=1e-4), name
     if "model.adapter.rank=4" not in overrides:
         assert step["grad_norm/total"] == pytest.approx(alone["grad_norm/total"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "teacher_of_it", "layout"),
+    [
+        (POLICY, MOE, ("parallel.tensor_model_parallel_size=2",)),
+        pytest.param(MOE, MOE, EP2, marks=pytest.mark.full),
+    ],
+    ids=["tensor", "expert"],
+)
+def test_a_teacher_with_experts_reads_the_same_in_two_processes(
+    tmp_path: Path, policy: Path, teacher_of_it: Path, layout: tuple[str, ...]
+) -> None:
+    words = (*FEW, COEF, f"model.path={policy}", f"objective.teacher={teacher_of_it}")
+    (one,) = train(tmp_path / "one", *words)
+    (two,) = train(tmp_path / "two", *words, *layout, processes=2)
+    kl = one["loss/teacher_kl"]
+    assert two["loss/teacher_kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+    assert two["grad_norm/total"] == pytest.approx(one["grad_norm/total"], rel=1e-3)
+    assert (kl == pytest.approx(0.0, abs=1e-6)) == (policy == teacher_of_it)
+
+
+@pytest.mark.full
+def test_a_teacher_in_virtual_stages(teacher: Path, tmp_path: Path) -> None:
+    """Of as many layers as the policy, which both are divided over the stages."""
+    words = (*FEW, COEF, f"model.path={teacher}", f"objective.teacher={teacher}")
+    layout = (
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.megatron.virtual_pipeline_model_parallel_size=2",
+    )
+    (step,) = train(tmp_path / "run", *words, *layout, processes=2)
+    assert step["loss/teacher_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_another_teacher_does_not_resume(teacher: Path, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from tests.helpers.samples import bare
 
 
 def samples_for_test() -> list[TrainingSample]:
-    """Twelve prompts and responses of odd lengths."""
+    """Eight prompts and responses of odd lengths."""
     rng = np.random.default_rng(0)
     return [
         bare(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120)))
-        for _ in range(12)
+        for _ in range(8)
     ]
 
 

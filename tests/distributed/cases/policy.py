@@ -98,12 +98,12 @@ def run(options: dict[str, Any]) -> Any:
             for part in rank
         )
 
-    losses, norms, probes = [], [], []
+    losses, norms, probe = [], [], None
     if "load" in options:
         load_checkpoint(Path(options["out"]) / options["load"], 1, policy, optimizer)
     for step in range(options.get("steps", 3)):
         optimizer.zero_gradients()
-        if step < 2 and options.get("probe"):
+        if step == 1 and options.get("probe"):  # there are second moments, which it reads
             reasoning, confidence = (
                 part_gradient(
                     policy,
@@ -120,8 +120,8 @@ def run(options: dict[str, Any]) -> Any:
                 )[1]
                 for block in ("reasoning", "confidence")
             )
-            probe = compare(policy, optimizer.megatron, a=reasoning, b=confidence)
-            probes.append(dataclasses.asdict(probe))
+            compared = compare(policy, optimizer.megatron, a=reasoning, b=confidence)
+            probe = dataclasses.asdict(compared)
             optimizer.zero_gradients()
         collected = accumulate_gradients(
             policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True
@@ -147,5 +147,5 @@ def run(options: dict[str, Any]) -> Any:
             for name, p in policy.gpt[0].named_parameters()
             if "norm" in name and not getattr(p, "tensor_model_parallel", False)
         ],
-        "probes": probes,
+        "probe": probe,
     }

@@ -55,7 +55,7 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
     optimizer = AdapterOptimizer(Adapter(policy, shape), config)
     adapter, samples = optimizer.adapter, samples_for_test()
     frozen = [digest(p) for gpt in policy.gpt for p in gpt.parameters()]
-    indices, splits = shared_out(samples, parallel, topology, 2, max_tokens=260)
+    indices, splits = shared_out(samples, parallel, topology, 4, max_tokens=260)
     mine = [samples[i] for i in indices]
     forward = {"temperature": 1.0, "packing": parallel.sequence_packing}
     loss = partial(weighted, sum(len(sample.response_ids) for sample in samples))

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.distilled import ARMS, Distillation, bias, slope
+from lab.distilled import ARMS, RECORDS, Distillation, bias, slope, tables
 from lab.fitted import Records
 from lab.testgrid import Cell
+from tests.helpers.paths import REPOSITORY
+
+PUBLISHED = REPOSITORY / "docs" / "lab"
 
 
 @pytest.fixture
@@ -49,3 +52,19 @@ def test_a_bias_that_is_the_difference_of_the_accuracies_has_the_slope_one() -> 
         {"by_type": {"2x1": (0.0, 0.05)}},
     ]
     assert slope(runs) == pytest.approx(1.0)
+
+
+def test_less_the_teachers_own_bias_the_slope_is_that_of_the_copy() -> None:
+    """A pupil that states what its teacher states."""
+    teacher = {"by_type": {"2x1": (0.0, 0.2), "3x1": (0.0, 0.0)}}
+    runs = [{"by_type": {"2x1": (0.4, 0.6), "3x1": (0.1, 0.1)}}]
+    assert slope(runs) == pytest.approx(0.5 / 0.3)
+    assert slope(runs, teacher) == pytest.approx(1.0)
+
+
+@pytest.mark.full
+def test_the_published_tables_are_those_of_the_published_records(tmp_path: Path) -> None:
+    tables(PUBLISHED / RECORDS, tmp_path)
+    for name in ("distilled.json", "distilled_tables.md"):
+        assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes()
+    assert (tmp_path / "distilled.png").stat().st_size > 10_000

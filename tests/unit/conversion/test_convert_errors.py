@@ -21,6 +21,7 @@ from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import new_directory
+from tests.helpers import warm
 from tests.helpers.checkpoints import load_model, save_model
 from tests.helpers.paths import REPOSITORY
 from tools.inspect_checkpoint import inspect_checkpoint
@@ -214,35 +215,11 @@ def test_target_without_permission(tmp_path):
         import_checkpoint(source, tmp_path / "locked" / "out")
 
 
-CONVERT = """
-import os, resource, signal, sys
-from pathlib import Path
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.conversion import convert
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
-source, target = Path(sys.argv[1]), Path(sys.argv[2])
-limit, kill = int(sys.argv[3]), int(sys.argv[4])
-if limit:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-sent = []
-def progress(done, total):
-    if kill and done > total // 2 and not sent:  # once: a second one would interrupt the clean-up
-        sent.append(True)
-        os.kill(os.getpid(), kill)
-try:
-    getattr(convert, sys.argv[5])(source, target, progress=progress)
-except UserError as error:
-    print(error)
-    sys.exit(2)
-"""
-
-
 def _convert(
     source: Path, target: Path, verb: str, limit: int = 0, kill: int = 0
 ) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", CONVERT, str(source), str(target), str(limit), str(kill), verb]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    words = [verb, str(source), str(target), str(limit), str(int(kill))]
+    return warm.run("tests.helpers.interrupted_conversion", words, [os.environ], timeout=120)
 
 
 @pytest.mark.slow

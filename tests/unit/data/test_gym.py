@@ -11,7 +11,7 @@ import pytest
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data import gym_tasks
 from megatron_dcpo.data.benchmarks import load_benchmark, name_of, parse_specs
-from megatron_dcpo.data.datasets import load_records
+from megatron_dcpo.data.datasets import Record, load_records
 from megatron_dcpo.data.gym_tasks import HELD_OUT_SEED, GymTask, gym_path, gym_rows, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, Attempt
@@ -33,9 +33,15 @@ def test_a_path_holds_options_size_and_seed() -> None:
     assert parse_specs(f"{SMALL},other={SMALL}") == [SMALL, f"other={SMALL}"]
 
 
+@pytest.fixture(scope="module")
+def small() -> list[Record]:
+    """Its tasks are made in a process that imports the package, which takes seconds."""
+    return load_records(SMALL)
+
+
 @pytest.mark.slow
-def test_rows_have_what_the_scorer_and_a_curriculum_read() -> None:
-    records = load_records(SMALL)
+def test_rows_have_what_the_scorer_and_a_curriculum_read(small: list[Record]) -> None:
+    records = small
     assert [record.prompt_id for record in records] == ["chain_sum/0", "chain_sum/1", "chain_sum/2"]
     row = records[0].row
     assert row is not None
@@ -65,11 +71,11 @@ def test_no_problem_of_a_benchmark_is_one_of_a_training() -> None:
 
 
 @pytest.mark.slow
-def test_answers_are_scored_by_the_task() -> None:
+def test_answers_are_scored_by_the_task(small: list[Record]) -> None:
     """Right at 1.0; a part of the score only with a threshold; another release's problem is an
     error, not a wrong answer.
     """
-    records = load_records("reasoning_gym:isomorphic_strings?size=2") + load_records(SMALL)
+    records = [*load_records("reasoning_gym:isomorphic_strings?size=2"), *small]
     verifier, form = verifiers(JudgingConfig(threshold=0.3), {})(GYM_VERIFIER)
     assert form is BOXED
     for record in records:

@@ -185,14 +185,11 @@ def growth(case: Case, maker: Callable[[int], str]) -> float:
     if last < NOISE_SECONDS:
         return 0.0
     exponent = math.inf
-    for _ in range(5):  # a busy machine makes single timings longer, never shorter
-        before, last = (
-            min(before, seconds(case, shorter, 3)),
-            min(last, seconds(case, longest, 2)),
-        )
-        exponent = math.log(max(last, 1e-9) / max(before, 1e-9)) / math.log(
-            lengths[-1] / lengths[-2]
-        )
+    for again in range(6):  # a busy machine makes single timings longer, never shorter
+        before = min(before, seconds(case, shorter, 3))
+        if again:
+            last = min(last, seconds(case, longest, 2))
+        exponent = math.log(last / max(before, 1e-9)) / math.log(lengths[-1] / lengths[-2])
         if exponent < LARGEST_EXPONENT:
             break
     return exponent

@@ -24,6 +24,7 @@ def plan(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_dcpo", "plan", "--config", str(RECIPE)]
     small = [
         f"model.path={directory}",
+        "data.prompts_per_step=32",
         "data.max_prompt_length=32",
         "rollout.max_response_length=96",
         "training.max_tokens_per_micro_batch=256",

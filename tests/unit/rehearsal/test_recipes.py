@@ -62,7 +62,7 @@ def test_a_recipe_runs_through(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    overrides = [f"model.path={shallow(recipe, tmp_path)}"]
+    overrides = [f"model.path={shallow(recipe, tmp_path)}", "data.prompts_per_step=32"]
     config = load_config(str(EXAMPLES / recipe), overrides)
     gpus = 2 * least_gpus(config.parallel)
     ranks = rehearse_job(str(EXAMPLES / recipe), overrides, config, gpus)

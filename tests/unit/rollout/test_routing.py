@@ -10,7 +10,7 @@ import torch
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.engine import EngineError, append_segment
 from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.routing import every_rank_returns_experts
 from megatron_dcpo.rollout.sampling import SamplingConfig
@@ -43,15 +43,27 @@ def test_choices_are_those_of_a_forward_pass(tiny_models):
         assert (np.sort(response.experts, -1) == np.sort(expected, -1)).all()
 
 
+def test_a_part_that_weights_have_interrupted_has_no_choices_of_vllm():
+    """Unless what goes on behind it reads its tokens again."""
+    engine = object.__new__(VllmEngine)
+    engine.options, engine.weights_version = EngineOptions(record_experts=True), 0
+    prompt = Prompt("p", (), (1, 2), "", "")
+    begun = engine._response(prompt, 0, completion(None, finish_reason=None), 0, 1)
+    assert (begun.finish_reason, begun.experts) == ("abort", None)
+    experts = np.arange(7 * 2 * 3, dtype=np.uint8).reshape(7, 2, 3)
+    new = engine._response(prompt, 0, completion(experts), 0, 1, before=3)
+    assert append_segment(begun, new).experts is experts
+
+
 def test_nothing_is_recorded_unasked(tiny_models):
     engine = TransformersEngine.from_pretrained(tiny_models("qwen3_moe", True))
     assert engine.generate(prompts_for_test()[:1], SamplingConfig(max_tokens=4))[0].experts is None
 
 
-def completion(experts):
+def completion(experts, finish_reason="length"):
     tokens = {"token_ids": [7, 8, 9], "logprobs": SimpleNamespace(logprobs=[-1.0] * 3)}
     return SimpleNamespace(
-        **tokens, finish_reason="length", weight_versions=None, routed_experts=experts
+        **tokens, finish_reason=finish_reason, weight_versions=None, routed_experts=experts
     )
 
 
@@ -111,11 +123,3 @@ def test_refused_with_the_model(overrides, message, monkeypatch):
     )
     with pytest.raises(UserError, match=message):
         check_model(config)
-
-
-def test_refused_with_partial_rollouts():
-    stale = ["rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"]
-    with pytest.raises(
-        UserError, match=r"max_staleness=1 does not go with rollout\.routing_replay"
-    ):
-        load_config(EXAMPLES / "quickstart" / "dcpo.yaml", [*stale, "rollout.routing_replay=true"])
