@@ -6,6 +6,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
 "$python" examples/calculator/demonstrations.py --out runs/calculator/demonstrations_turns.jsonl \
   --rows 64000 --calls 0.6 --between 0.2
-"$python" -m megatron_dcpo sft --config examples/calculator/sft_turns.yaml --resume auto
+"$python" -m megatron_dcpo sft --config examples/calculator/sft.yaml --resume auto \
+  run_dir=runs/calculator/sft_turns data.path=runs/calculator/demonstrations_turns.jsonl
 "$python" -m megatron_dcpo train --config examples/calculator/turns.yaml --resume auto
 "$python" examples/calculator/picture_turns.py runs/calculator/turns
