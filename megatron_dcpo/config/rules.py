@@ -715,6 +715,19 @@ def a_served_teacher_reads_at_temperature_one(config: Config) -> Problem:
     return None
 
 
+@rule("train")
+def a_source_with_a_teacher_needs_a_server_for_the_others(config: Config) -> Problem:
+    """The samples of every source have a teacher, or none do."""
+    named = [source.teacher for source in config.data.sources if source.teacher]
+    if named and not config.objective.teacher_is_served:
+        return (
+            f"data.path: a source has the teacher {named[0]}, and objective.teacher="
+            f"{config.objective.teacher or '(not set)'} is no server; name the server that reads "
+            "the other sources"
+        )
+    return None
+
+
 def _is_uncorrected(config: Config) -> bool:
     """Return whether the loss takes sampled tokens as the trained policy's own."""
     objective = resolve(config.objective)

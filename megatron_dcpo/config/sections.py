@@ -114,6 +114,8 @@ class SourceConfig:
     """Used instead of data.columns and data.row."""
     row: RowFunction = ""
     """Used instead of data.columns and data.row."""
+    teacher: Annotated[str, Field(pattern="^(https?://.*)?$")] = ""
+    """A vLLM server, used instead of objective.teacher, which is one as well."""
 
     def __post_init__(self) -> None:
         is_set = self.options or self.size is not None or self.seed is not None

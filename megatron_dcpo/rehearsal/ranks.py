@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config, ParallelConfig, load_config
-from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.errors import UserError, check_world_size, one_line
 from megatron_dcpo.planning.plan import architecture_of, directory_of
 from megatron_dcpo.rehearsal import TENSOR_PARALLEL
 from megatron_dcpo.rehearsal.kept import keep
@@ -52,8 +52,10 @@ def rehearse_job(
     padding. Raises :class:`RehearsalError`, also if the two would call different collectives, which
     are left out of what is returned.
     """
-    stages = config.parallel.pipeline_model_parallel_size
-    tensor = config.parallel.tensor_model_parallel_size
+    sizes = config.parallel.sizes
+    stages = sizes.pipeline_model_parallel_size
+    tensor = sizes.tensor_model_parallel_size
+    check_world_size(tensor, stages, sizes.context_parallel_size, gpus, sizes.expert_ranks)
     firsts = [stage * gpus // stages for stage in range(stages)]
     ranks = sorted({rank for first in firsts for rank in (first, first + tensor - 1)})
     one = partial(_rehearse_in_process, file=file, overrides=overrides, gpus=gpus)

@@ -669,7 +669,7 @@ def _one_after_another(
     choices: Sequence[np.ndarray | None], rows: Sequence[int]
 ) -> np.ndarray | None:
     """Return the choices of several sequences as one array, so many ``rows`` of each, of which
-    those without a choice are :data:`-1`. None if no sequence has any.
+    those without a choice are -1. None if no sequence has any.
     """
     recorded = next((one for one in choices if one is not None), None)
     if recorded is None:

@@ -18,7 +18,6 @@ from megatron_dcpo.judging.source_verifiers import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.judging.verifiers import check_verifier
-from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.rollout.tokens import check_vocabulary, load_tokenizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.plugins import load_part
@@ -113,9 +112,9 @@ def check_teacher(
     if not path:
         return
     if config.objective.teacher_is_served:
-        load_part(SERVED_TEACHER).before_a_run(path).check(
-            len(vocabulary.table), lambda ids: str(tokenizer.decode(ids))
-        )
+        served = load_part(SERVED_TEACHER).before_a_run(path, teachers_of_sources(config))
+        for one in served.every:
+            one.check(len(vocabulary.table), lambda ids: str(tokenizer.decode(ids)))
         return
     if not Path(path).is_dir():
         raise UserError(
@@ -142,6 +141,12 @@ def check_teacher(
         )
 
 
+def teachers_of_sources(config: Config) -> dict[str, str]:
+    """Return the servers that read the samples of single sources, by the names of these."""
+    named = named_sources(config).items()
+    return {name: source.teacher for name, source in named if source.teacher}
+
+
 def _first_difference(teacher: TokenBytes, policy: TokenBytes) -> str:
     """Return what the first token that differs is in both vocabularies."""
     longest = max(len(teacher.table), len(policy.table))
@@ -161,7 +166,7 @@ def check_lengths(
     response = config.rollout.max_response_length
     longest = max((prompt for source in sources for prompt in source.prompts), key=_length)
     _check_positions(config, arch, longest, "rollout.max_response_length", response)
-    _check_positions_of_teacher(config.objective, _length(longest) + response)
+    _check_positions_of_teacher(config, _length(longest) + response)
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
@@ -170,24 +175,24 @@ def check_lengths(
     return _length(longest)
 
 
-def _check_positions_of_teacher(objective: ObjectiveConfig, tokens: int) -> None:
-    """Raise :class:`UserError` when the longest prompt and response of ``tokens`` are more than the
-    teacher has positions, if there is a teacher that can be asked.
+def _check_positions_of_teacher(config: Config, tokens: int) -> None:
+    """Raise :class:`UserError` when the longest prompt and response of ``tokens`` are more than a
+    teacher has positions, if there is one that can be asked.
     """
-    path = objective.teacher
-    if objective.teacher_is_served:
-        # it samples one token more
-        positions = load_part(SERVED_TEACHER).before_a_run(path).positions() - 1
+    path = config.objective.teacher
+    positions: dict[str, int] = {}
+    if config.objective.teacher_is_served:
+        served = load_part(SERVED_TEACHER).before_a_run(path, teachers_of_sources(config))
+        positions = {one.url: one.positions() - 1 for one in served.every}  # it samples one more
     elif path and Path(path).is_dir():
-        positions = read_architecture(path).max_position_embeddings
-    else:
-        return
-    if tokens > positions:
-        raise UserError(
-            f"objective.teacher={path} has {positions} positions (max_position_embeddings), and "
-            f"the longest prompt and response have {tokens} tokens; lower "
-            "rollout.max_response_length, or take another teacher"
-        )
+        positions = {path: read_architecture(path).max_position_embeddings}
+    for name, most in positions.items():
+        if tokens > most:
+            raise UserError(
+                f"objective.teacher={name} has {most} positions (max_position_embeddings), and "
+                f"the longest prompt and response have {tokens} tokens; lower "
+                "rollout.max_response_length, or take another teacher"
+            )
 
 
 def _length(prompt: Prompt) -> int:

@@ -146,7 +146,11 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
         return {}
     teacher = config.objective.teacher
     if config.objective.teacher_is_served:
-        return {"teacher": {"url": without_password(teacher)}}
+        addresses = [one.teacher for one in config.data.sources if one.teacher]
+        found: dict[str, Any] = {"url": without_password(teacher)}
+        if addresses:
+            found["of_sources"] = [without_password(one) for one in addresses]
+        return {"teacher": found}
     return {"teacher": {"path": teacher, **digests(Path(teacher))}}
 
 

@@ -41,6 +41,7 @@ from megatron_dcpo.training.preflight import (
     check_processes,
     check_teacher,
     check_tokens,
+    teachers_of_sources,
 )
 from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.recorder import Recorder, Texts
@@ -363,7 +364,8 @@ def teacher_of(config: Config, topology: Topology) -> Teacher | None:
     if not config.objective.teacher:
         return None
     if config.objective.teacher_is_served:
-        opened: Teacher = load_part(SERVED_TEACHER)(config.objective.teacher).opened
+        named = teachers_of_sources(config)
+        opened: Teacher = load_part(SERVED_TEACHER).of(config.objective.teacher, named).opened
         return opened
     return reading_of(build_teacher(config, topology))
 

@@ -5,7 +5,7 @@ log-probs of the prompt's tokens (``objective.teacher: http://host:8000/v1``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,13 +31,19 @@ _TOKENS_AT_ONCE = 4096  # of the vocabulary, in a comparison
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """The teacher at ``url``, an address with or without ``/v1``. ``attempts`` is how
-    often a request is sent before it has failed.
+    """The teacher at ``url``, an address with or without ``/v1``, and those of single sources of
+    the data, by their names. ``attempts`` is how often a request is sent before it has failed.
     """
 
     url: str
+    of_sources: Mapping[str, ServedTeacher] = field(default_factory=dict)
     attempts: int = _ATTEMPTS
     collectives: Collectives = field(default_factory=Collectives)
+
+    @property
+    def every(self) -> tuple[ServedTeacher, ...]:
+        """Return this teacher and those of sources, each by itself."""
+        return self, *self.of_sources.values()
 
     @property
     def client(self) -> JsonClient:
@@ -46,9 +52,17 @@ class ServedTeacher:
         return JsonClient(base, attempts=self.attempts, through_proxy=False)
 
     @classmethod
-    def before_a_run(cls, url: str) -> ServedTeacher:
-        """Return the teacher as it is checked before a run, which waits for nobody."""
-        return cls(url=url, attempts=_ATTEMPTS_BEFORE_A_RUN)
+    def of(
+        cls, url: str, of_sources: Mapping[str, str], attempts: int = _ATTEMPTS
+    ) -> ServedTeacher:
+        """Return the teacher at ``url``, and those of sources."""
+        others = {name: cls(url=other, attempts=attempts) for name, other in of_sources.items()}
+        return cls(url=url, of_sources=others, attempts=attempts)
+
+    @classmethod
+    def before_a_run(cls, url: str, of_sources: Mapping[str, str]) -> ServedTeacher:
+        """Return the teachers as they are checked before a run, which waits for nobody."""
+        return cls.of(url, of_sources, attempts=_ATTEMPTS_BEFORE_A_RUN)
 
     def check(self, tokens: int, decode: Decode) -> None:
         """Raise :class:`UserError` when the server does not answer as it must, or when it has other
@@ -120,10 +134,7 @@ class ServedTeacher:
             problem = str(error)
         problems = [one for one in self.collectives.gather(problem) if one]
         if problems:
-            raise UserError(
-                f"objective.teacher={self.url}: {problems[0]}; see to the server and continue with "
-                "--resume auto"
-            )
+            raise UserError(f"{problems[0]}; see to the server and continue with --resume auto")
         outgoing: list[dict[int, np.ndarray]] = [{} for _ in self.collectives.ranks]
         for peer in peers:
             outgoing[peer] = here
@@ -141,8 +152,14 @@ class ServedTeacher:
             return dict(zip(indices, rows, strict=True))
 
     def _of_sample(self, sample: TrainingSample) -> np.ndarray:
-        """Return the log-probs of a response, each segment behind its own context."""
-        parts = [self.read(sequence) for sequence in sample.sequences]
+        """Return the log-probs of a response, each segment behind its own context. Raises
+        HttpError.
+        """
+        teacher = self.of_sources.get(sample.prompt.task, self)
+        try:
+            parts = [teacher.read(sequence) for sequence in sample.sequences]
+        except HttpError as error:
+            raise HttpError(f"objective.teacher={teacher.url}: {error}") from None
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
     def read(self, sequence: TokenSequence) -> np.ndarray:

@@ -41,11 +41,11 @@ def train(tmp_path, name, steps, *overrides, processes=1, **options):
 )
 def test_nothing_else_is_awake(tmp_path, processes, dtype):
     layout = [f"model.params_dtype={dtype}", f"parallel.use_distributed_optimizer={processes > 1}"]
-    reference, _ = train(tmp_path, "reference", 4, *layout, processes=processes, device=False)
+    reference, _ = train(tmp_path, "reference", 3, *layout, processes=processes, device=False)
     offload = [*layout, "training.offload_optimizer_during_rollout=true"]
     options = {"processes": processes, "device": True, "failing": True}
-    run_dir, first = train(tmp_path, "device", 3, *offload, **options)
-    run_dir, second = train(tmp_path, "device", 4, *offload, **options)  # resumed
+    run_dir, first = train(tmp_path, "device", 2, *offload, **options)
+    run_dir, second = train(tmp_path, "device", 3, *offload, **options)  # resumed
     assert without_clocks(metrics(run_dir)) == without_clocks(metrics(reference)), (
         "and nothing was lost on the way"
     )

@@ -331,6 +331,7 @@ def _serve(listener: socket.socket) -> None:
     import megatron_dcpo.evaluation.evaluation_run  # noqa: F401
     import megatron_dcpo.training.loop  # noqa: F401
     from megatron_dcpo.calibration import diagrams
+    from megatron_dcpo.rollout.tokens import load_tokenizer
     from megatron_dcpo.rollout.transformers_library import auto_class
     from tests.helpers import pictures
 
@@ -341,6 +342,7 @@ def _serve(listener: socket.socket) -> None:
     )  # with what torch's optimizers import 2 s, which every rank would take itself
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     auto_class("AutoModelForCausalLM").from_pretrained(QUICKSTART / "policy")  # its tables of names
+    load_tokenizer(QUICKSTART / "policy")
     gc.collect()
     gc.freeze()  # else each fork looks through all of this when it collects and when it ends, 0.8 s
 

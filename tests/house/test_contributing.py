@@ -54,11 +54,7 @@ def test_the_page_has_five_examples_with_a_check_each() -> None:
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_example_works_as_written(title: str, tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "megatron_dcpo",
-        tmp_path / "megatron_dcpo",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    shutil.copytree(ROOT / "megatron_dcpo", tmp_path / "megatron_dcpo")
     for edit, block in SECTIONS[title]:
         if edit != "run":
             apply(edit, block, tmp_path)

@@ -122,3 +122,50 @@ def test_a_run_may_be_resumed_with_another_server(
     with serving(teacher) as other:
         steps = train(tmp_path / "run", *words, f"objective.teacher={other}", "training.steps=2")
     assert [step["step"] for step in steps] == [1, 2]
+
+
+def test_a_source_may_be_read_by_another_server_after_a_resumption(
+    teacher: TeacherServer, address: str, tmp_path: Path
+) -> None:
+    words = (COEF, f"objective.teacher={address}", "training.save_interval=1")
+    words = (*words, "training.resume=auto")
+    train(tmp_path / "run", *words, sources(address), "training.steps=1")
+    with serving(teacher) as other:
+        steps = train(tmp_path / "run", *words, sources(other), "training.steps=2")
+    assert [step["step"] for step in steps] == [1, 2]
+
+
+DATA = QUICKSTART / "data"
+
+
+def sources(of_second: str) -> str:
+    """Two sources, of which the second has a teacher of its own; equally many prompts a step."""
+    first = {"path": str(DATA / "train.jsonl"), "name": "first"}
+    second = {"path": str(DATA / "heldout.jsonl"), "name": "second", "teacher": of_second}
+    return f"data.path={json.dumps([first, second])}"
+
+
+def test_a_source_may_have_a_teacher_of_its_own(
+    teacher: TeacherServer, address: str, tmp_path: Path
+) -> None:
+    other = TeacherServer(QUICKSTART / "policy")
+    teacher.prompts.clear()
+    with serving(other) as url:
+        words = (*FEW, f"objective.teacher={address}", sources(url))
+        (step,) = train(tmp_path / "run", *words)
+        assert step["loss/teacher_kl"] > 0
+    rows = (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    texts: dict[str, set[str]] = {"first": set(), "second": set()}
+    for row in map(json.loads, rows):
+        texts[row["task"]].add(row["problem"])
+    for server, name in ((teacher, "first"), (other, "second")):
+        read = {server.tokenizer.decode(prompt) for prompt in server.prompts if prompt != [0, 0]}
+        assert len(read) > 8
+        assert all(any(problem in text for problem in texts[name]) for text in read), name
+
+
+def test_a_teacher_of_a_source_is_checked_as_the_other_one_is(tmp_path: Path, address: str) -> None:
+    with serving(TeacherServer(TEACHER, max_model_len=20)) as url:
+        _refused(tmp_path, address, url, sources(url))
+    _refused(tmp_path, str(TEACHER), "objective.teacher", sources(address))
+    _refused(tmp_path, address, "data.path", sources("/models/another"))

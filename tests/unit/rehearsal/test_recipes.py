@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.config import load_config
 from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import directory_of, make_plan
 from megatron_dcpo.planning.rehearsed import with_rehearsal
-from megatron_dcpo.rehearsal.ranks import least_gpus, rehearse_job
+from megatron_dcpo.rehearsal.ranks import least_gpus
 from tests.helpers.paths import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
@@ -59,17 +60,39 @@ def shallow(recipe: str, directory: Path) -> Path:
     ],
 )
 def test_a_recipe_runs_through(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     overrides = [f"model.path={shallow(recipe, tmp_path)}", "data.prompts_per_step=32"]
     config = load_config(str(EXAMPLES / recipe), overrides)
     gpus = 2 * least_gpus(config.parallel)
-    ranks = rehearse_job(str(EXAMPLES / recipe), overrides, config, gpus)
+    words = [
+        "plan",
+        "--config",
+        str(EXAMPLES / recipe),
+        "--rehearse",
+        "--gpus",
+        str(gpus),
+        "--json",
+    ]
+    assert dcpo([*words, *overrides]) == 0
+    ranks: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     stages = {rank["stage"] for rank in ranks}
     assert stages == set(range(config.parallel.pipeline_model_parallel_size))
     for rank in ranks:
         assert rank["phases"][-1]["name"] == "export"
+    update = next(phase for phase in ranks[-1]["phases"] if phase["name"] == "update")
+    assert update["peak"] > update["live"] > 0
+    assert update["flops"] > 0
+    groups = {sent["group"] for sent in update["traffic"]}
+    assert "data parallel" in groups
+    assert ("tensor parallel" in groups) == (config.parallel.tensor_model_parallel_size > 1)
+    waits = " ".join(update["waits"])
+    assert "policy/schedule.py" in waits
+    assert "policy/layers.py" not in waits  # which are not the local ones
     by_formula = make_plan(config, Machine(gpus=gpus))
     counted = with_rehearsal(by_formula, ranks)
     # of few layers: the formulas have embedding and output layer in the stage with most to do

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import backports.zstd
 import brotli
 import httpx2
 import pytest
+from backports import zstd
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
@@ -94,7 +94,7 @@ PACKED = {
     "gzip": gzip.compress,
     "deflate": zlib.compress,
     "br": brotli.compress,
-    "zstd": backports.zstd.compress,
+    "zstd": zstd.compress,
 }
 
 
