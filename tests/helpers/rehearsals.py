@@ -192,6 +192,13 @@ def chunks_by_the_tokens_of_a_rank() -> Any:
     return patch.object(output_layer, "_chunks", by_tokens)
 
 
+@contextmanager
+def in_different_numbers() -> Iterator[None]:
+    """Faults that show in memory, traffic, waits and the host's memory, each in another one."""
+    with optimizer_state_twice(), wrong_group(), item_in_the_loop(), save_of_everything():
+        yield
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "none": contextlib.nullcontext,
     "tensor_left_on_the_host": tensor_left_on_the_host,
@@ -200,19 +207,15 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "wrong_split": wrong_split,
     "rows_of_the_whole_sequence": rows_of_the_whole_sequence,
     "all_logits": all_logits,
-    "optimizer_state_twice": optimizer_state_twice,
-    "wrong_group": wrong_group,
-    "item_in_the_loop": item_in_the_loop,
+    "in_different_numbers": in_different_numbers,
     "another_shape_in_the_engine": another_shape_in_the_engine,
-    "save_of_everything": save_of_everything,
     "chunks_by_the_tokens_of_a_rank": chunks_by_the_tokens_of_a_rank,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "first stage": (0, {"pipeline_model_parallel_size": 2}),
     "last stage": (2, {"pipeline_model_parallel_size": 2}),
-    "context parallel": (1, {"context_parallel_size": 2}),
+    "context parallel, padded": (1, {"context_parallel_size": 2, "sequence_packing": False}),
     "full recomputation": (0, {"recompute_granularity": "full"}),
-    "padded": (0, {"sequence_packing": False}),
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
@@ -29,8 +30,15 @@ from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.rollout.sampling import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers import pictures
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
 from tests.helpers.judging import judge_many
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, function in pictures.NONE.items():
+        monkeypatch.setattr(diagrams, name, function)
 
 
 @pytest.fixture
