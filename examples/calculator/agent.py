@@ -28,6 +28,26 @@ async def run(problem: dict[str, Any], client: Any) -> None:
     await client.completions.create(model="policy", prompt=prompt)
 
 
+async def run_in_turns(problem: dict[str, Any], client: Any) -> float | None:
+    """Work on a problem in turns: a call, the first token after what the calculator shows, and the
+    rest, so that there is a confidence after each (``rollout.asks_confidence: turns``).
+
+    The first token may open the box that the rest closes, so the verdict is given here.
+    """
+    prompt = problem["prompt"]
+    first = await client.completions.create(model="policy", prompt=prompt, stop=CLOSES)
+    text = first.choices[0].text
+    if not text.startswith(OPENS) or first.choices[0].finish_reason != "stop":
+        return None
+    call = f"{text}{CLOSES}"
+    prompt = f"{prompt}{call}{shown_for(call)}"
+    begun = await client.completions.create(model="policy", prompt=prompt, max_tokens=1)
+    prompt += begun.choices[0].text
+    rest = await client.completions.create(model="policy", prompt=prompt)
+    boxed = re.findall(r"\\boxed\{(\d+)\}", begun.choices[0].text + rest.choices[0].text)
+    return float(boxed[-1:] == [problem["answer"]])
+
+
 def call_for(problem: str) -> str:
     """Return the call that asks the calculator for a problem, ``347*8=``."""
     return f"{OPENS}{problem.rstrip('=')}{CLOSES}"

@@ -4,18 +4,23 @@ the agent does not see, a segment each.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_dcpo.rollout.sessions import PlannedCall, Session, Turn
-from megatron_dcpo.types import Response
+from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.rollout.sessions import CallRefused, PlannedCall, Session, Turn
+from megatron_dcpo.types import Judgement, Response
 from tests.helpers.chat_policy import said
 from tests.unit.rollout.test_agents import rollout, sampled, write
 from tests.unit.rollout.test_sessions import (
+    CALL,
     QUESTION,
+    TOOLS,
     as_sent,
     call,
     chat,
@@ -134,6 +139,121 @@ def test_texts_are_counted_along_their_path() -> None:
     text_call(one, second.text + " More: ", "Three.")
     state(one, " 0.1", " 0.2")
     assert one.response().turn_confidences == ((1, 0.1), (2, 0.2))
+
+
+def truncated(one: Session) -> None:
+    """The second answer takes the last tokens, and the third call is refused."""
+    first = call(one, [QUESTION], "One.")
+    planned = plan(one, chat([QUESTION, as_sent(first), QUESTION]))
+    left = len(planned.prompt.written) + 2
+    one.limits = replace(one.limits, response_tokens=one.used + left)
+    (second,) = one.commit(planned, [said(one.chat, "Two.")])
+    with pytest.raises(CallRefused):
+        plan(one, chat([*second.history, QUESTION]))
+
+
+def cut_short(one: Session) -> None:
+    """The first answer ends at its longest."""
+    first = call(one, [QUESTION], "On", ends=False, max_tokens=2)
+    call(one, [QUESTION, as_sent(first), QUESTION], LAST)
+
+
+def choices(one: Session) -> None:
+    """The agent goes on from the second of three."""
+    planned = plan(one, chat([QUESTION], choices=3))
+    _, second, _ = one.commit(planned, [said(one.chat, text) for text in ("A.", "B.", "C.")])
+    call(one, [QUESTION, as_sent(second), QUESTION], LAST)
+
+
+def calls_side_by_side(one: Session, answered: Sequence[int] = (0, 1)) -> None:
+    """Two calls go on from the first answer, and are answered in an order."""
+    first = call(one, [QUESTION], CALL, tools=TOOLS)
+    results = [{"role": "tool", "content": result} for result in ("42", "43")]
+    history = [QUESTION, as_sent(first)]
+    planned = [plan(one, chat([*history, result], tools=TOOLS)) for result in results]
+    for number in answered:
+        one.commit(planned[number], [said(one.chat, f"Beside {number}.")])
+    call(one, [*history, *results], LAST, tools=TOOLS)
+
+
+def history_written_anew(one: Session) -> None:
+    """The first two answers are compacted into another question."""
+    first = call(one, [QUESTION], "One.")
+    call(one, [QUESTION, as_sent(first), QUESTION], "Two.")
+    compacted = {"role": "user", "content": "So far it is 42."}
+    third = call(one, [compacted], "Three.")
+    call(one, [compacted, as_sent(third), QUESTION], LAST)
+
+
+LAST = "\\boxed{42}\n<conf> Confidence: 0.9"
+SESSIONS: dict[Callable[[Session], None], tuple[tuple[int, float | None], ...]] = {
+    truncated: ((1, 0.0),),
+    cut_short: ((1, 0.0),),
+    choices: ((1, 0.0), (1, 0.1), (1, 0.2)),
+    calls_side_by_side: ((1, 0.0), (2, 0.1), (2, 0.2)),
+    history_written_anew: ((1, 0.0), (1, 0.1), (2, 0.2)),
+}
+
+
+def judged(one: Session, response: Response) -> tuple[list[Attempt], Judgement]:
+    """What a verifier gets of a response, and the judgement."""
+    seen: list[Attempt] = []
+
+    def verifier(attempts: Sequence[Attempt]) -> list[Outcome]:
+        seen.extend(attempts)
+        return [Outcome(correct=attempt.answer == "42") for attempt in attempts]
+
+    prompts = {one.prompt.prompt_id: one.prompt}
+    (judgement,) = judge_many(
+        [response], prompts, one.chat.tokens, one.chat.eos_ids, verifier=verifier
+    )
+    assert judgement is not None
+    return seen, judgement
+
+
+@pytest.mark.parametrize("make", SESSIONS, ids=lambda make: make.__name__)
+def test_what_is_no_branch_is_what_it_is_without_the_option(
+    make: Callable[[Session], None],
+) -> None:
+    """Token ids, contexts, what the verifier gets, and the judgement."""
+    one = session()
+    make(one)
+    alone = one.response({"score": 0.5})
+    expected = SESSIONS[make]
+    state(one, *(f" 0.{number}" for number in range(len(expected))))
+    branched = one.response({"score": 0.5})
+    assert branched.turn_confidences == expected
+    begin = branched.branch_tokens
+    for name in ("token_ids", "logprobs", "loss_mask"):
+        np.testing.assert_array_equal(getattr(branched, name)[begin:], getattr(alone, name))
+    assert whole(one, branched)[len(expected) :] == whole(one, alone)
+    for name in ("finish_reason", "verdict", "counted", "sampled_length", "step"):
+        assert getattr(branched, name) == getattr(alone, name), name
+    attempts, judgement = judged(one, branched)
+    attempts_alone, judgement_alone = judged(one, alone)
+    assert attempts == attempts_alone
+    assert judgement_alone.boundary is not None
+    moved = replace(
+        judgement_alone,
+        boundary=judgement_alone.boundary + begin,
+        length=judgement_alone.length + begin,
+    )
+    assert replace(judgement, marker_end=None) == replace(moved, marker_end=None)
+    assert judgement.status == ("truncated" if make is truncated else "ok")
+
+
+def test_the_order_of_answers_changes_no_branch() -> None:
+    made = []
+    for answered in ((0, 1), (1, 0)):
+        one = session()
+        calls_side_by_side(one, answered)
+        planned = state(one, " 0.0", " 0.1", " 0.2")
+        made.append(([each.names for each in planned], one.response()))
+    (names, response), (other_names, other) = made
+    assert names == other_names
+    assert response.turn_confidences == other.turn_confidences
+    assert response.contexts == other.contexts
+    np.testing.assert_array_equal(response.token_ids, other.token_ids)
 
 
 @pytest.mark.parametrize("asks", [True, "turns"])
