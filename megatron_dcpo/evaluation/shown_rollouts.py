@@ -28,20 +28,26 @@ LOOKED_FOR = (
 
 @dataclass(frozen=True)
 class ShownPiece:
-    """A part of a response: tokens of one block with one advantage, None where it is not known."""
+    """A part of a response: tokens of one block with one advantage, None where it is not known; or
+    a token on which engine and trainer differ, and by how much its log-probs do.
+    """
 
     text: str
     block: str
     advantage: float | None
+    apart: float | None = None
 
     @property
     def title(self) -> str:
         """Return what is said of the part under the pointer."""
         if self.block not in ("reasoning", "confidence"):
             return "not sampled by the policy" if self.block else ""
-        if self.advantage is None:
-            return self.block
-        return f"{self.block}, advantage {self.advantage:+g}"
+        said = self.block
+        if self.advantage is not None:
+            said += f", advantage {self.advantage:+g}"
+        if self.apart is not None:
+            said += f", log-probs of engine and trainer {self.apart:g} apart"
+        return said
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,13 @@ def _pieces(row: Row, marker: str) -> tuple[ShownPiece, ...]:
     kept = row.get("pieces")
     if kept:
         return tuple(
-            ShownPiece(str(text), str(block), advantage) for text, block, advantage in kept
+            ShownPiece(
+                text=str(text),
+                block=str(block),
+                advantage=advantage,
+                apart=apart[0] if apart else None,
+            )
+            for text, block, advantage, *apart in kept
         )
     text = str(row.get("text") or "")
     at = text.rfind(marker)

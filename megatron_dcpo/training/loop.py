@@ -58,7 +58,12 @@ def train_step(run: Run, step: int) -> None:
     with run.timers("train"), run.checkpointer.completing():
         run.engine.sleep()
         run.offload.reload()
-        samples, statistics = run.updater.update(batch.samples, batch.scores, step)
+        samples, statistics = run.updater.update(
+            samples=batch.samples,
+            scores=batch.scores,
+            step=step,
+            finds_apart=run.recorder.samples_are_due(step),
+        )
     with run.timers("save"):  # while the engine sleeps
         run.checkpointer.save(step)
     with run.timers("reshard"):

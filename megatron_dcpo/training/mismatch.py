@@ -11,7 +11,10 @@ from torch import Tensor
 from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.objectives.policy_loss import masked, old_logprobs
 from megatron_dcpo.runtime.device import to_device
-from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs
+from megatron_dcpo.types import BLOCKS, MicroBatch, ResponseKey, TokenOutputs
+
+# the places of a response's tokens, and |engine - trainer| of the log-probs there
+Apart = dict[int, float]
 
 # of the histogram of |engine - trainer| log-probs
 MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
@@ -49,6 +52,27 @@ def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, T
         statistics[f"engine/abs/{block}"] = block_magnitude.sum()
         statistics[f"{LARGEST}_{block}"] = _largest(block_magnitude)
     return statistics
+
+
+@torch.no_grad()
+def tokens_apart(
+    batch: MicroBatch, outputs: TokenOutputs, params_dtype: str
+) -> dict[ResponseKey, Apart]:
+    """Return the tokens of each response of a micro-batch whose log-probs in engine and trainer
+    differ by more than rounding makes them.
+    """
+    difference = old_logprobs(batch, outputs) - batch.columns["engine_logprobs"]
+    magnitude = masked(difference, batch).abs()
+    least = ROUTING_MISMATCH_THRESHOLD[params_dtype]
+    places = (magnitude > least).nonzero()[:, 0]
+    lengths = [len(sample.response_ids) for sample in batch.samples]
+    begins = np.cumsum([0, *lengths])
+    found: dict[ResponseKey, Apart] = {}
+    for place, value in zip(places.tolist(), magnitude[places].tolist(), strict=True):
+        number = int(np.searchsorted(begins, place, side="right")) - 1
+        of_response = found.setdefault(batch.samples[number].response.key, {})
+        of_response[place - int(begins[number])] = value
+    return found
 
 
 def _largest(magnitude: Tensor) -> Tensor:

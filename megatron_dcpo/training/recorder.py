@@ -27,7 +27,12 @@ from megatron_dcpo.runtime.distributed import Collectives, Topology, broadcast_o
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.dealing import fetch
-from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
+from megatron_dcpo.training.mismatch import (
+    MISMATCH_EDGES,
+    Apart,
+    mismatch_histogram,
+    routing_mismatch,
+)
 from megatron_dcpo.training.progress import time_left
 from megatron_dcpo.training.records import Records, logged_rows, why_refused
 from megatron_dcpo.training.step_metrics import (
@@ -38,11 +43,12 @@ from megatron_dcpo.training.step_metrics import (
 )
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings, warnings_of_the_start
-from megatron_dcpo.types import BLOCKS, TrainingSample, replaced
+from megatron_dcpo.types import BLOCKS, ResponseKey, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
 SAMPLES_PER_STEP = 32  # judged responses written
+Piece = tuple[str, str, float | None] | tuple[str, str, float | None, float]
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Recorder(Records):
         given up, so that a resumed run does the step again and records it.
         """
         shown: list[TrainingSample] = []
-        if self._samples_are_due(step):
+        if self.samples_are_due(step):
             shown = list(samples[:SAMPLES_PER_STEP])
             wanted = range(len(shown)) if self.writes else ()
             shown = fetch(shown, wanted, Collectives())
@@ -136,7 +142,7 @@ class Recorder(Records):
                 self.append(self.metrics_path, metrics)
                 self._hand_on(step, metrics)
                 if shown:
-                    self._write_samples(step, shown)
+                    self._write_samples(step, shown, statistics.apart)
                 histogram = mismatch_histogram(statistics.sums)
                 edges = list(MISMATCH_EDGES)
                 self.append(self.mismatch_path, {"step": step, "edges": edges, **histogram})
@@ -217,23 +223,31 @@ class Recorder(Records):
         left = time_left(self.rows, self.config.training.steps - step)
         self.progress.log_step(step, metrics, left)
 
-    def _samples_are_due(self, step: int) -> bool:
+    def samples_are_due(self, step: int) -> bool:
+        """Return whether responses of a step are written."""
         interval = self.config.logging.samples_interval
         if not interval:
             return False
         return step == 1 or step % interval == 0 or step == self.config.training.steps
 
-    def _write_samples(self, step: int, samples: Sequence[TrainingSample]) -> None:
+    def _write_samples(
+        self,
+        step: int,
+        samples: Sequence[TrainingSample],
+        apart: Mapping[ResponseKey, Apart],
+    ) -> None:
         directory = self.directory / "samples"
         directory.mkdir(exist_ok=True)
         lines = []
         for sample in samples[:SAMPLES_PER_STEP]:
-            row = sample_row(sample, step, self.texts)
+            row = sample_row(sample, step, self.texts, apart.get(sample.response.key, {}))
             lines.append(json.dumps(json_ready(row), ensure_ascii=False) + "\n")
         write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines))
 
 
-def sample_row(sample: TrainingSample, step: int, texts: Texts) -> codec.Row:
+def sample_row(
+    sample: TrainingSample, step: int, texts: Texts, apart: Mapping[int, float]
+) -> codec.Row:
     """Return a judged response as a line of ``samples/step_*.jsonl``: a row of the codec, the step
     that trains on it, and its ``pieces``.
     """
@@ -243,15 +257,16 @@ def sample_row(sample: TrainingSample, step: int, texts: Texts) -> codec.Row:
         response = replaced(response, text=text)
     row = codec.to_row(sample.prompt, response, sample.judgement)
     row["training_step"] = step
-    row["pieces"] = token_pieces(sample, texts.decode)
+    row["pieces"] = token_pieces(sample, texts.decode, apart)
     return row
 
 
 def token_pieces(
-    sample: TrainingSample, decode: Callable[[Sequence[int]], str]
-) -> list[tuple[str, str, float | None]]:
+    sample: TrainingSample, decode: Callable[[Sequence[int]], str], apart: Mapping[int, float]
+) -> list[Piece]:
     """Return the response in runs of tokens that share block and advantage, as (text, block,
-    advantage); the advantage is None if the response was not scored. Branches are left out.
+    advantage); the advantage is None if the response was not scored. A token at a place of
+    ``apart`` is a run by itself, with |engine - trainer| of its log-prob. Branches are left out.
     """
     begin = sample.response.branch_tokens
     ids = sample.response_ids.tolist()
@@ -265,9 +280,13 @@ def token_pieces(
     names = {index: block for block, index in BLOCKS.items()}
     blocks = [names.get(index, "other") for index in sample.block_ids[begin:].tolist()]
     advantages = np.round(sample.advantages[begin:], 4).tolist()
-    marks = zip(blocks, advantages, strict=True)
-    pieces: list[tuple[str, str, float | None]] = []
-    for (block, advantage), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1)):
-        tokens = [token for token, _ in run]
-        pieces.append((decode(tokens), block, advantage))
+    places = [place if place in apart else None for place in range(begin, begin + len(ids))]
+    marks = zip(blocks, advantages, places, strict=True)
+    pieces: list[Piece] = []
+    for (block, advantage, place), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1)):
+        text = decode([token for token, _ in run])
+        if place is None:
+            pieces.append((text, block, advantage))
+        else:
+            pieces.append((text, block, advantage, round(apart[place], 4)))
     return pieces

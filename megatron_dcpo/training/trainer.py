@@ -24,8 +24,8 @@ from megatron_dcpo.policy.optimizer import Optimizer
 from megatron_dcpo.policy.schedule import Loss, accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.training.dealing import fetch
-from megatron_dcpo.training.mismatch import REDUCED_BY_MAX
-from megatron_dcpo.types import TrainingSample
+from megatron_dcpo.training.mismatch import REDUCED_BY_MAX, Apart
+from megatron_dcpo.types import ResponseKey, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ class UpdateStatistics:
 
     ``sums`` add up over tokens and ranks, ``maxima`` do not. ``trained`` are the samples that took
     part in forward and backward, ``skipped`` counts updates that were not finite. ``callback`` has
-    what ``training.callback`` measured before each update.
+    what ``training.callback`` measured before each update. ``apart`` are the tokens of responses on
+    which engine and trainer differ, where they were looked for.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class UpdateStatistics:
     learning_rate: float = 0.0
     skipped: int = 0
     trained: list[TrainingSample] = field(default_factory=list)
+    apart: dict[ResponseKey, Apart] = field(default_factory=dict)
 
 
 class Trainer:

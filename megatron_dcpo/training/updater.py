@@ -25,9 +25,9 @@ from megatron_dcpo.objectives.shaping import adapted_entropy_coef
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.plugins import check_signature, load_object, raised
 from megatron_dcpo.training.dealing import samples_to_train
-from megatron_dcpo.training.mismatch import LARGEST, mismatch_statistics
+from megatron_dcpo.training.mismatch import LARGEST, Apart, mismatch_statistics, tokens_apart
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
-from megatron_dcpo.types import MicroBatch, TokenOutputs, TrainingSample, replaced
+from megatron_dcpo.types import MicroBatch, ResponseKey, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +74,24 @@ class Updater:
         self.rollout = config.rollout
         self.updates_per_rollout = config.training.updates_per_rollout
         self.callback_name = config.training.callback
+        self.params_dtype = config.model.params_dtype
         self.measures_mismatch = True
+        # of this rank's responses in this step, if somebody wants to see them
+        self.apart: dict[ResponseKey, Apart] | None = None
         coef = method.options.entropy_coef_reasoning
         # with entropy_target: the next coefficient, and the one that acts now
         self.entropy_coefs = (coef, coef)
 
     def update(
-        self, samples: Sequence[TrainingSample], scores: np.ndarray | None, step: int
+        self,
+        samples: Sequence[TrainingSample],
+        scores: np.ndarray | None,
+        step: int,
+        finds_apart: bool = False,
     ) -> tuple[list[TrainingSample], UpdateStatistics]:
         """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches; return the
-        scored samples. Collective.
+        scored samples. With ``finds_apart`` the statistics have the tokens on which engine and
+        trainer differ. Collective.
 
         ``scores`` are the samples' :meth:`Method.group_scores`, float64 [5, N]; None if the method
         reads log-probs of the policy that sampled. An update whose loss or gradient is not finite
@@ -106,11 +114,15 @@ class Updater:
             trained.append(chosen)
         statistics.trained = [sample for mini_batch in trained for sample in mini_batch]
         trained = self._with_logprobs(trained)
+        self.apart = {} if finds_apart else None
         for number, mini_batch in enumerate(trained):
             is_first = number == 0
             # after the first update the policy is no longer the one that sampled
             self.measures_mismatch = is_first or not self._ratio_to_engine
             self.update_once(mini_batch, statistics, step)
+        if self.apart is not None:
+            for of_rank in self.trainer.collectives.gather(self.apart):
+                statistics.apart |= of_rank
         self.trainer.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)
@@ -143,6 +155,8 @@ class Updater:
         contributions, statistics = self.method.loss(batch, outputs)
         if self.measures_mismatch and not batch.is_part:
             statistics = statistics | mismatch_statistics(batch, outputs)
+            if self.apart is not None:
+                self.apart |= tokens_apart(batch, outputs, self.params_dtype)
         return contributions, statistics
 
     def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:

@@ -4,6 +4,7 @@ what is unfinished.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import EXIT_REQUEUE
+from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD
 from tests.helpers.launch import alone
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import SMALL, metrics, train, without_clocks
@@ -49,6 +51,18 @@ def test_a_run_carries_and_corrects(carried: Path) -> None:
         "old tokens have other weights"
     )
     assert records[0]["engine/kl"] < 1e-9 < records[1]["engine/kl"]
+    assert not tokens_apart(carried, step=1)
+    apart = tokens_apart(carried, step=2)
+    assert apart
+    assert min(apart) >= ROUTING_MISMATCH_THRESHOLD["fp32"]
+    assert max(apart) <= records[1]["engine/logprob_diff_max"] + 1e-4
+
+
+def tokens_apart(run_dir: Path, step: int) -> list[float]:
+    """How far engine and trainer are apart on the tokens that are shown to be."""
+    lines = (run_dir / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    pieces = [piece for line in lines for piece in json.loads(line)["pieces"]]
+    return [piece[3] for piece in pieces if len(piece) > 3]
 
 
 def test_without_the_option_what_is_carried_is_not_thrown_away(

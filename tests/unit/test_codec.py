@@ -217,7 +217,7 @@ assert sample.judgement.hedged
 
 trained = types.TrainingSample(prompt, response, judgement)
 texts = Texts(lambda ids: bytes(ids).decode(), eos_ids=(0,))
-row = json.loads(json.dumps(json_ready(sample_row(trained, 1, texts))))
+row = json.loads(json.dumps(json_ready(sample_row(trained, 1, texts, {}))))
 assert row["text"] == text, "no end token"
 assert row["hedged"] is True
 assert codec.from_row(types.Judgement, row).hedged

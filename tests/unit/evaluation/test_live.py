@@ -7,7 +7,7 @@ import http.client
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,19 @@ def test_pieces_are_tokens_of_one_block_and_advantage() -> None:
     sample = dataclasses.replace(
         bare([7], [1, 2, 3, 4, 5]), advantages=advantages, block_ids=blocks
     )
-    found = token_pieces(sample, lambda ids: "".join(map(str, ids)))
-    assert found == [
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(map(str, ids))
+
+    assert token_pieces(sample, decode, {}) == [
         ("12", "reasoning", 0.5),
         ("3", "reasoning", 0.25),
         ("45", "confidence", -0.3333),
+    ]
+    assert token_pieces(sample, decode, {1: 0.25, 4: 1.00004}) == [
+        ("1", "reasoning", 0.5),
+        ("2", "reasoning", 0.5, 0.25),
+        ("3", "reasoning", 0.25),
+        ("4", "confidence", -0.3333),
+        ("5", "confidence", -0.3333, 1.0),
     ]

@@ -78,6 +78,14 @@ def test_a_session_has_its_tools_its_turns_and_both_advantages() -> None:
     assert rollouts_of([session | {"training_step": 7}], "<conf>").step == 7
 
 
+def test_a_token_on_which_engine_and_trainer_differ_says_by_how_much() -> None:
+    pieces = [["1", "reasoning", 0.5], ["2", "reasoning", 0.5, 0.31], ["0.4", "confidence", -0.25]]
+    (group,) = rollouts_of([row("p", 1, 0.4, pieces=pieces)], "<conf>").groups
+    (response,) = group.responses
+    assert [piece.apart for piece in response.pieces] == [None, 0.31, None]
+    assert "0.31" in response.pieces[1].title
+
+
 def test_a_page_holds_no_more_than_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(str(number), 0, number / 100) for number in range(100)]
     assert len(rollouts_of(rows, "<conf>").groups) == 40
@@ -105,7 +113,7 @@ def test_the_page_of_a_group_and_of_a_session_of_three_segments_is_the_golden_on
         contexts=[[0, 16], [6, 21], [12, 6]],
         turn_confidences=[[1, 0.85], [2, 0.22]],
         pieces=[
-            ["[49*76]", "reasoning", 1.0],
+            ["[49*76]", "reasoning", 1.0, 0.42],
             ["4273", "other", 0.0],
             [" \\boxed{3724}\n<conf>", "reasoning", 1.0],
             [" Confidence: 0.43<|endoftext|>", "confidence", 0.52],
