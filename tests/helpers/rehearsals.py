@@ -64,7 +64,7 @@ def small_job(directory: Path, parallel: dict[str, Any], dtype: str = "bf16") ->
     return Config(
         run_dir=str(directory / "run"),
         model=ModelConfig(path=str(directory), params_dtype=dtype, transformer_impl="local"),
-        data=DataConfig(path="unused", max_prompt_length=88, prompts_per_step=2),
+        data=DataConfig(path="unused", max_prompt_length=88, prompts_per_step=8),
         rollout=RolloutConfig(max_response_length=936, group_size=4),
         training=TrainingConfig(steps=1, micro_batch_size=2, max_tokens_per_micro_batch=2048),
         parallel=parallel_config(parallel),

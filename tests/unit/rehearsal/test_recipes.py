@@ -66,7 +66,7 @@ def test_a_recipe_runs_through(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    overrides = [f"model.path={shallow(recipe, tmp_path)}", "data.prompts_per_step=32"]
+    overrides = [f"model.path={shallow(recipe, tmp_path)}"]
     config = load_config(str(EXAMPLES / recipe), overrides)
     gpus = 2 * least_gpus(config.parallel)
     words = [
