@@ -20,9 +20,9 @@ def run(options: dict[str, Any]) -> None:
         counts[what] += 1
         return options["mode"] == what and counts[what] == 2 and os.environ["RANK"] == "1"
 
-    def failing_steps(engine: VllmEngine, *arguments: Any) -> Any:
+    def failing_steps(engine: VllmEngine, **arguments: Any) -> Any:
         if not due("generate"):
-            return steps(engine, *arguments)
+            return steps(engine, **arguments)
         step = engine.llm.llm_engine.step
 
         def failing_step() -> Any:
@@ -30,7 +30,7 @@ def run(options: dict[str, Any]) -> None:
             raise RuntimeError("this engine alone")
 
         engine.llm.llm_engine.step = failing_step
-        return steps(engine, *arguments)
+        return steps(engine, **arguments)
 
     def failing_update(engine: VllmEngine, buckets: Any, version: int) -> None:
         if due("update"):
