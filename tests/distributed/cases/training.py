@@ -67,12 +67,12 @@ def run(options: dict[str, Any]) -> Any:
     digests, parameters, seen = [], [], {"step": 0}
     updated, loss_of = Updater.update, Method.loss
 
-    def update(updater, samples, scores, step):
+    def update(updater, samples, scores, step, finds_apart=False):
         if not digests:
             digests.append(digest(updater))
             parameters.append(digest(updater, moments=False))
         seen["step"] = step
-        done = updated(updater, samples, scores, step)
+        done = updated(updater, samples, scores, step, finds_apart)
         digests.append(digest(updater))
         parameters.append(digest(updater, moments=False))
         return done

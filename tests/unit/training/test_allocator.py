@@ -91,7 +91,7 @@ def test_order_of_a_step(calls, monkeypatch, away):
         Batch(samples=[], scores=None, metrics={}),
     )[1]
     run.engine.sleep = note("sleep")
-    run.updater.update = lambda *_: (calls.append("update"), None)[1] or ([], {})
+    run.updater.update = lambda **_: (calls.append("update"), None)[1] or ([], {})
     run.weight_sync.push = lambda _: calls.append("wake") or {}
     loop.train_step(run, 1)
     seen = [call for call in calls if call not in ("synchronize", "empty")]
