@@ -54,7 +54,6 @@ def test_the_tools_tokens_are_in_no_block(whole: Path) -> None:
     "overrides",
     [
         ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"),
-        ("rollout.routing_replay=true",),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused(
