@@ -30,9 +30,7 @@ def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, T
     """Return absolute differences of the sampled tokens' log-probs, all and per block, their
     histogram, and the k3 estimate of the divergence.
     """
-    # Tokens outside the blocks were not sampled: they differ by 0 and are not counted.
-    difference = old_logprobs(batch, outputs) - batch.columns["engine_logprobs"]
-    difference = masked(difference, batch)
+    difference = _differences(batch, outputs)
     sampled = sum(len(rows) for rows in batch.block_rows.values())
     magnitude = difference.abs()
     bins = torch.bucketize(magnitude, to_device(MISMATCH_EDGES, magnitude.dtype), right=True)
@@ -61,18 +59,25 @@ def tokens_apart(
     """Return the tokens of each response of a micro-batch whose log-probs in engine and trainer
     differ by more than rounding makes them.
     """
-    difference = old_logprobs(batch, outputs) - batch.columns["engine_logprobs"]
-    magnitude = masked(difference, batch).abs()
-    least = ROUTING_MISMATCH_THRESHOLD[params_dtype]
-    places = (magnitude > least).nonzero()[:, 0]
+    magnitude = _differences(batch, outputs).abs()
+    places = (magnitude > ROUTING_MISMATCH_THRESHOLD[params_dtype]).nonzero()[:, 0]
     lengths = [len(sample.response_ids) for sample in batch.samples]
     begins = np.cumsum([0, *lengths])
+    numbers = batch.sequence_ids[places].tolist()
+    values = magnitude[places].tolist()
     found: dict[ResponseKey, Apart] = {}
-    for place, value in zip(places.tolist(), magnitude[places].tolist(), strict=True):
-        number = int(np.searchsorted(begins, place, side="right")) - 1
+    for place, number, value in zip(places.tolist(), numbers, values, strict=True):
         of_response = found.setdefault(batch.samples[number].response.key, {})
         of_response[place - int(begins[number])] = value
     return found
+
+
+def _differences(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
+    """Return the trainer's log-probs minus the engine's. Tokens outside the blocks were not
+    sampled, and differ by 0.
+    """
+    difference = old_logprobs(batch, outputs) - batch.columns["engine_logprobs"]
+    return masked(difference, batch)
 
 
 def _largest(magnitude: Tensor) -> Tensor:

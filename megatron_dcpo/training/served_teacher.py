@@ -31,8 +31,8 @@ _TOKENS_AT_ONCE = 4096  # of the vocabulary, in a comparison
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """The teacher at ``url``, an address with or without ``/v1``, and those of single sources of
-    the data, by their names. ``attempts`` is how often a request is sent before it has failed.
+    """The teacher at ``url``, an address with or without ``/v1``, and the teachers of single
+    sources of the data, by name. ``attempts`` is how often a request is sent before it has failed.
     """
 
     url: str
@@ -42,7 +42,7 @@ class ServedTeacher:
 
     @property
     def every(self) -> tuple[ServedTeacher, ...]:
-        """Return this teacher and those of sources, each by itself."""
+        """Return this teacher and the teachers of sources, each by itself."""
         return self, *self.of_sources.values()
 
     @property
@@ -55,7 +55,7 @@ class ServedTeacher:
     def of(
         cls, url: str, of_sources: Mapping[str, str], attempts: int = _ATTEMPTS
     ) -> ServedTeacher:
-        """Return the teacher at ``url``, and those of sources."""
+        """Return the teacher at ``url`` with the teachers of sources, by name."""
         others = {name: cls(url=other, attempts=attempts) for name, other in of_sources.items()}
         return cls(url=url, of_sources=others, attempts=attempts)
 
