@@ -704,7 +704,7 @@ def a_coefficient_of_distillation_needs_a_teacher(config: Config) -> Problem:
 
 @rule("train")
 def a_served_teacher_reads_at_temperature_one(config: Config) -> Problem:
-    """A server's log-probs of a prompt are those of the logits as they are."""
+    """A server takes the log-probs of a prompt from the logits as they are."""
     temperature = config.rollout.temperature
     if config.objective.teacher_is_served and temperature != 1:
         return (
