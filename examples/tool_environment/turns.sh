@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The environment with a confidence at every turn, from start to end: as run.sh.
-#   examples/tool_environment/turns.sh      (about half an hour on two cores)
+#   examples/tool_environment/turns.sh      (under an hour on two cores)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
