@@ -18,9 +18,9 @@ policy to state its confidence pays only if the stated confidence knows more tha
 (docs/lab/README.md). A response of a task that was not fitted gets the intercept and the slope of
 all tasks.
 
-``turns`` is for the numbers that agents were asked for at each turn (docs/serve.md#agents): the
-logit of what is stated, with an intercept and a slope for each turn in the same way. Turns from the
-last one on that 20 numbers are of have that one's.
+``turns`` is for the numbers that agents were asked for at each turn
+(docs/serve.md#each-turn-of-an-agent): the logit of what is stated, with an intercept and a slope
+for each turn in the same way. From the last turn on that 20 numbers are of, all have the same.
 
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.

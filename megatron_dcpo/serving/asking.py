@@ -99,8 +99,8 @@ def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names:
         if different:
             refusal = f"mismatch: {different}"
             sent = dict(body)
-        elif calibrator.is_of_turns and turn is None:
-            refusal = "no_turn: metadata.turn of the request does not say which one this is"
+        elif calibrator.is_of_turns:
+            refusal = _why_not_asked(body, turn)
         wanted = calibrator.reads_logprobs and not refusal
         adds_ids = calibrator.is_of_turns and not refusal and not body.get("return_token_ids")
         tops = calibrator.top_logprobs
@@ -153,6 +153,17 @@ def _labels(body: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(metadata, Mapping):
         return {}
     return {key: str(value) for key, value in metadata.items()}
+
+
+def _why_not_asked(body: Mapping[str, Any], turn: int | None) -> str:
+    """Return why a number cannot be asked for, "" if it can."""
+    if turn is None:
+        return "no_turn: metadata.turn of the request does not say which one this is"
+    contents = [message.get("content") for message in objects_in(body.get("messages"))]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if not all(isinstance(part, Mapping) and "text" in part for part in parts):
+        return "no_token_ids: what is no text has none"
+    return ""
 
 
 def _turn(body: Mapping[str, Any], api: Api, labels: Mapping[str, str]) -> int | None:

@@ -66,12 +66,16 @@ class Calibrator:
 
     @property
     def column(self) -> str | None:
-        """Return the name of the label from which the task is read, None if it reads none."""
-        return task_column(self.predictor.source)
+        """Return the name of the label from which the task, or the turn of a text, is read, None if
+        none is.
+        """
+        return "turn" if self.is_of_turns else task_column(self.predictor.source)
 
     @property
     def tasks(self) -> list[str]:
-        """Return the tasks whose answers were fitted, for a predictor that reads the task."""
+        """Return the tasks, or the turns, whose answers were fitted, for a predictor that reads
+        them.
+        """
         return [str(task) for task in self.predictor.weights["tasks"].tolist()]
 
     def knows_task(self, task: str) -> bool:

@@ -387,6 +387,19 @@ def test_an_answer_that_is_not_whole_is_not_asked(reason: str) -> None:
     assert not policy.bodies("/v1/completions")
 
 
+def test_a_chat_with_an_image_is_not_asked() -> None:
+    policy = Policy()
+    policy.says = lambda prompt, _: "It is 6."
+    parts = [{"type": "text", "text": "2*3="}]
+    with served(policy) as client:
+        texts = client.choice({"messages": [{"role": "user", "content": parts}]})
+        assert texts["confidence"] == pytest.approx(0.25)
+        parts.append({"type": "image_url"})
+        image = client.choice({"messages": [{"role": "user", "content": parts}]})
+    assert image["confidence_reason"].startswith("no_token_ids:")
+    assert len(policy.bodies("/v1/completions")) == 1
+
+
 def test_no_number_behind_thinking_that_does_not_end() -> None:
     policy = Policy()
     policy.says = lambda prompt, _: "<think>So"
@@ -414,6 +427,8 @@ def test_metadata_says_the_turn_of_a_text(streams: bool) -> None:
             expected = 0.75 if str(turn) == "1" else second_curve(0.75)
             assert choice["confidence"] == pytest.approx(expected)
         assert choice["text"] == "It is \\boxed{6}"
+        page = httpx2.get(client.url.removesuffix("/v1")).text
+        assert '"column": "turn", "kinds": ["1", "2"]' in page, "which the page sends"
         chat = client.choice({"messages": [QUESTION], "metadata": {"turn": "2"}})
         assert chat["confidence"] == pytest.approx(second_curve(0.75))
 
