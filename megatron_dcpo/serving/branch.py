@@ -54,7 +54,7 @@ def poster(app: App, scope: Message, receive: Receive, bounds: Bounds) -> Post:
 
 
 @dataclass(frozen=True)
-class Branch:
+class TurnBranch:
     """Asks for the numbers behind the choices of one reply, each within so many ``seconds``.
     ``lines`` are the ids of lines that are known by now, of all requests.
     """

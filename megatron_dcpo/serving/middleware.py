@@ -26,7 +26,7 @@ from megatron_dcpo.runtime.asgi import (
 )
 from megatron_dcpo.serving.asking import PATHS, Asked, ask, read_body
 from megatron_dcpo.serving.bounds import Bounds, Gate
-from megatron_dcpo.serving.branch import Branch, Lines, poster
+from megatron_dcpo.serving.branch import Lines, TurnBranch, poster
 from megatron_dcpo.serving.calibrator import Names
 from megatron_dcpo.serving.counters import Counters
 from megatron_dcpo.serving.events import EventTooLongError
@@ -158,7 +158,7 @@ class ConfidenceMiddleware:
         if calibrator is not None and calibrator.is_of_turns and not asked.refusal:
             post = poster(self.app, scope, receive, bounds)
             marker = service.scorer.marker
-            branch = Branch(post, asked, marker, bounds.body_seconds, self.lines)
+            branch = TurnBranch(post, asked, marker, bounds.body_seconds, self.lines)
         return Scoring(asked, service.scorer, service.counters.choice, bounds, branch)
 
     async def _pass(self, scoring: Scoring, reply: UpstreamReply, send: Send) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dcpo.serving.asking import Asked, hide_added
 from megatron_dcpo.serving.bounds import Bounds
-from megatron_dcpo.serving.branch import Branch
+from megatron_dcpo.serving.branch import TurnBranch
 from megatron_dcpo.serving.json_text import compact, read_json
 from megatron_dcpo.serving.scorer import Scored, Scorer, Stated
 
@@ -30,7 +30,7 @@ class Scoring:
     scorer: Scorer
     count: Callable[[Scored], None]
     bounds: Bounds = field(default_factory=Bounds)
-    branch: Branch | None = None
+    branch: TurnBranch | None = None
 
     def score(
         self, choice: Mapping[str, Any], unreadable: str, stated: Stated | None = None
