@@ -57,10 +57,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--features",
-        choices=("response", "reasoning", "task"),
+        choices=("response", "reasoning", "task", "turns"),
         help="inputs of logistic: log-probs, length and the stated confidence (response, default); "
         "without what is stated (reasoning); the same with the task, which a stated confidence has "
-        "to beat (task)",
+        "to beat (task); what agents stated at each turn, by its number (turns, the default for "
+        "samples of rollout.asks_confidence=turns)",
     )
     parser.add_argument(
         "--task-column",

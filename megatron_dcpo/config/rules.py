@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from megatron_dcpo.config.evaluation_sections import EngineConfig, EvaluateConfig
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import gives_scores
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import (
     AgentsConfig,
     Config,
     JudgingConfig,
-    RolloutConfig,
     RunConfig,
     SampledProblemsConfig,
 )
@@ -94,8 +93,9 @@ class LayoutSizes(Protocol):
 
 
 # When a rule is looked at: as soon as the configuration of any training, of ``dcpo train``, of
-# ``dcpo sft`` or of ``dcpo evaluate`` is read, or when ``config.json`` of the model is known too.
-When = Literal["run", "run with model", "train", "train with model", "sft", "evaluate"]
+# ``dcpo sft`` or of ``dcpo evaluate`` is read, of either verb that runs agents, or when
+# ``config.json`` of the model is known too.
+When = Literal["run", "run with model", "train", "train with model", "sft", "evaluate", "agents"]
 Rule = Callable[..., Problem]
 
 RULES: dict[When, list[Rule]] = {when: [] for when in get_args(When)}
@@ -128,8 +128,10 @@ def check_configuration(config: RunConfig, source: str) -> None:
     file that they come from.
     """
     problem = _problem("run", config)
-    if problem is None:
-        problem = _problem("train" if isinstance(config, Config) else "sft", config)
+    if problem is None and isinstance(config, Config):
+        problem = _problem("train", config) or _problem("agents", config)
+    elif problem is None:
+        problem = _problem("sft", config)
     if problem:
         raise UserError(f"{source}: {problem}")
 
@@ -187,7 +189,7 @@ def check_servers(config: Config, processes: int) -> None:
 
 def check_evaluation(config: EvaluateConfig, source: str) -> None:
     """Raise :class:`UserError` for options of ``dcpo evaluate`` that may not be combined."""
-    if problem := _problem("evaluate", config):
+    if problem := _problem("evaluate", config) or _problem("agents", config):
         raise UserError(f"{source}: {problem}")
 
 
@@ -363,18 +365,12 @@ CONFLICTS = (
         "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
     ),
     Conflict(
-        "train",
+        "agents",
         lambda c: c.rollout.agent and c.rollout.command,
         "rollout.agent and rollout.command both make the responses; remove one",
     ),
     Conflict(
-        "train",
-        lambda c: c.rollout.agent_python and not c.rollout.agent,
-        "rollout.agent_python={c.rollout.agent_python} is where rollout.agent runs; name that, "
-        "or remove it",
-    ),
-    Conflict(
-        "evaluate",
+        "agents",
         lambda c: c.rollout.agent_python and not c.rollout.agent,
         "rollout.agent_python={c.rollout.agent_python} is where rollout.agent runs; name that, "
         "or remove it",
@@ -734,14 +730,11 @@ def _is_uncorrected(config: Config) -> bool:
     return objective.tis_level == "none" and objective.old_logprobs == "trainer"
 
 
-@rule("train")
-def options_of_agents_need_an_agent(config: Config) -> Problem:
-    rollout = config.rollout
-    return None if rollout.runs_agents else _options_without_agents(rollout, RolloutConfig())
-
-
-def _options_without_agents(rollout: AgentsConfig, defaults: AgentsConfig) -> Problem:
-    for name in AGENT_OPTIONS:
+@rule("agents")
+def options_of_agents_need_an_agent(config: Config | EvaluateConfig) -> Problem:
+    rollout: AgentsConfig = config.rollout
+    defaults = type(rollout)()
+    for name in () if rollout.runs_agents else AGENT_OPTIONS:
         if getattr(rollout, name, None) != getattr(defaults, name, None):
             return f"rollout.{name} has no effect without rollout.agent or rollout.command"
     return None
@@ -975,17 +968,12 @@ def _greedy_repeats(options: SampledProblemsConfig) -> Problem:
 
 @rule("evaluate")
 def agents_need_a_model_in_this_process(config: EvaluateConfig) -> Problem:
-    rollout = config.rollout
-    if rollout.agent and rollout.command:
-        return "rollout.agent and rollout.command both make the responses; remove one"
-    if rollout.runs_agents:
-        if config.endpoint.url:
-            return (
-                "rollout.agent and rollout.command (--agent, --command) make responses with a "
-                "model in this process; name it as model.path (--model)"
-            )
-        return None
-    return _options_without_agents(rollout, EngineConfig())
+    if config.rollout.runs_agents and config.endpoint.url:
+        return (
+            "rollout.agent and rollout.command (--agent, --command) make responses with a model in "
+            "this process; name it as model.path (--model)"
+        )
+    return None
 
 
 @rule("evaluate")

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_dcpo.evaluation import posthoc_predictors
 from megatron_dcpo.evaluation.fit_record import finish_reasons_of, fitted_on_of, record_of
 from megatron_dcpo.evaluation.foreign import read_any
-from megatron_dcpo.evaluation.samples import Sample
+from megatron_dcpo.evaluation.samples import Sample, at_each_turn
 from megatron_dcpo.evaluation.scoring import (
     RANKING_ONLY,
     checked_kinds,
@@ -61,6 +61,9 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
     if options.source and options.source.partition(":")[0] not in _INPUTS:
         parse_kinds(options.source)
     samples = [sample for path in files for sample in read_any(path, options.columns)]
+    if _is_of_turns(samples, options):
+        options = replace(options, source=posthoc_predictors.TURNS)
+        samples = at_each_turn(samples)
     kinds = checked_kinds(samples, options.kinds_by)
     predictor, held_out = posthoc_predictors.fit(
         options.method,
@@ -90,11 +93,22 @@ def fit_on_files(files: Sequence[str], out: str, options: PosthocFit) -> FittedS
     if not held_out:
         return FittedScores(rows={}, kinds=kinds)
     before = predictor.source
-    if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
+    if before == posthoc_predictors.TURNS:
+        before = "verbal"
+    elif before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
         before = "token"
     arms = {kind: confidences_of(held_out, kind) for kind in ("verbal", before)}
     arms[options.method] = confidences_of(held_out, "posthoc")
     return FittedScores(rows=scores_of_arms(held_out, arms, options.kinds_by), kinds=kinds)
+
+
+def _is_of_turns(samples: Sequence[Sample], options: PosthocFit) -> bool:
+    """Return whether the numbers of all turns are fitted: if that is chosen, or if nothing is and
+    agents were asked for them.
+    """
+    if options.method != "logistic" or options.source is not None:
+        return options.source == posthoc_predictors.TURNS
+    return any(sample.response.turn_confidences for sample in samples)
 
 
 def _say_left_out(source: str, samples: Sequence[Sample], options: PosthocFit) -> None:

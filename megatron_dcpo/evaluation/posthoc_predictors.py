@@ -18,6 +18,10 @@ policy to state its confidence pays only if the stated confidence knows more tha
 (docs/lab/README.md). A response of a task that was not fitted gets the intercept and the slope of
 all tasks.
 
+``turns`` is for the numbers that agents were asked for at each turn
+(docs/serve.md#each-turn-of-an-agent): the logit of what is stated, with an intercept and a slope
+for each turn in the same way. From the last turn on that 20 numbers are of, all have the same.
+
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.
 
@@ -70,12 +74,14 @@ STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
 
 # what a logistic regression may read
-FEATURES = ("response", "reasoning", "task")
+TURNS = "turns"
+FEATURES = ("response", "reasoning", "task", TURNS)
 _REASONING_INPUTS = 4
 TASK_COLUMN = "kind"
 MOST_TASKS = 200  # a column with more values is nearly a name of the problem
 # the place of log(1 - s) among the features of the reasoning, whose slope a task may change
 _SURPRISE = 1
+_LEAST_OF_A_TURN = 20  # numbers for a curve
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +108,11 @@ class Posthoc:
             inputs, known = inputs_of(samples, self.source)
             if not len(known):
                 return predictions
-            column = task_column(self.source)
-            if column is not None:
-                tasks = tasks_of([samples[i] for i in known], column)
-                inputs = with_tasks(inputs, tasks, self.weights["tasks"])
-                _say_new_tasks(tasks, self.weights["tasks"], column)
+            if "tasks" in self.weights:
+                fitted = self.weights["tasks"]
+                tasks = _labels_of([samples[i] for i in known], self.source, fitted)
+                inputs = with_tasks(inputs, tasks, fitted)
+                _say_new_tasks(tasks, fitted, task_column(self.source) or "turn")
             scaled = _on_scale(self.method, self.source, inputs)
             values = _PREDICT[self.method](self.weights, scaled)
             for index, value in zip(known, values, strict=True):
@@ -179,6 +185,9 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
         rows = [response_features(s) for s in samples]
     elif source == "reasoning" or task_column(source) is not None:
         rows = [reasoning_features(s) for s in samples]
+    elif source == TURNS:
+        stated = [s.judgement.confidence for s in samples]
+        rows = [None if c is None else [float(_logit(np.array(c)))] for c in stated]
     elif source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
         rows = []
@@ -233,6 +242,11 @@ def task_column(source: str) -> str | None:
     return column or TASK_COLUMN
 
 
+def _reads_label(source: str) -> bool:
+    """Return whether a source reads the task, or the turn."""
+    return source == TURNS or task_column(source) is not None
+
+
 def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
     """Return the task of each sample (:func:`kind_of` the column), None for a sample without one.
 
@@ -247,6 +261,23 @@ def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
             "fit without the task: --features reasoning"
         )
     return tasks
+
+
+def _labels_of(
+    samples: Sequence[Sample], source: str, fitted: np.ndarray | None = None
+) -> list[str | None]:
+    """Return the task of each sample, or for the source ``turns`` its turn, later ones counting as
+    the last of the ``fitted``; in a fit as the last one that enough samples are of, or of later
+    ones.
+    """
+    column = task_column(source)
+    if column is not None:
+        return tasks_of(samples, column)
+    turns = [sample.turn for sample in samples]
+    last = min(sorted(turns, reverse=True)[:_LEAST_OF_A_TURN][-1], MOST_TASKS)
+    if fitted is not None:
+        last = max(map(int, fitted))
+    return [str(min(turn, last)) for turn in turns]
 
 
 def with_tasks(inputs: np.ndarray, tasks: Sequence[str | None], fitted: np.ndarray) -> np.ndarray:
@@ -314,6 +345,7 @@ _NEEDS = {
     "response": _LOGPROBS,
     "reasoning": _LOGPROBS,
     "task": _LOGPROBS,
+    TURNS: "a well-formed confidence",
     "mean": _FEATURES,
     "full": _FEATURES,
 }
@@ -342,7 +374,6 @@ def fit(
     problem on one side of the split.
     """
     source = _checked_source(method, source)
-    column = task_column(source)
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
     targets = np.array([float(sample.correct) for sample in samples])
     if method == "confclass":
@@ -380,10 +411,11 @@ def fit(
             fitted = side("fitted", inside)
             stopping = side("fitted", watched)
         weights = _fit_perceptron(fitted, stopping, seed, epochs, width)
-    elif column is not None:
+    elif _reads_label(source):
         fitted_on = [sample for sample, out in zip(samples, outside, strict=True) if not out]
         _, known = inputs_of(fitted_on, source)
-        tasks = tasks_of([fitted_on[index] for index in known], column)
+        fitted_on = [fitted_on[index] for index in known]
+        tasks = _labels_of(fitted_on, source)
         weights = _fit_with_tasks(inputs, tasks, goals)
     else:
         weights = _FIT[method](_on_scale(method, source, inputs), goals)
@@ -418,8 +450,8 @@ def _inputs(method: str, source: str) -> PredictorInputs:
     if method == "confclass":
         count = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
     elif method == "logistic":
-        count = _REASONING_INPUTS + (2 if source == "response" else 0)
-    return PredictorInputs(count=count, with_task=task_column(source) is not None)
+        count = {"response": 2 + _REASONING_INPUTS, TURNS: 1}.get(source, _REASONING_INPUTS)
+    return PredictorInputs(count=count, with_task=_reads_label(source))
 
 
 def _logit(c: np.ndarray) -> np.ndarray:
@@ -479,14 +511,21 @@ def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
     if "tasks" in weights:
         is_task = x[:, width:]
         logits = logits + is_task @ weights["task_intercepts"]
-        logits = logits + (is_task @ weights["task_slopes"]) * z[:, _SURPRISE]
+        logits = logits + (is_task @ weights["task_slopes"]) * z[:, _sloped(width)]
     return _sigmoid(logits)
 
 
+def _sloped(width: int) -> int:
+    """Return the place of the input whose slope a task may change: log(1 - s) among those of the
+    reasoning, and the only one of a turn.
+    """
+    return min(_SURPRISE, width - 1)
+
+
 def _fit_with_tasks(x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray) -> Weights:
-    """Fit a logistic regression on inputs [N, D], of which the first are the reasoning's, and the
-    tasks [N], each of which has an intercept and a slope of its own over log(1 - s). A single task
-    has no deviations: the fit is that without tasks.
+    """Fit a logistic regression on inputs [N, D], of which the first are the reasoning's or the one
+    is what is stated, and the tasks [N], each of which has an intercept and a slope of its own. A
+    single task has no deviations: the fit is that without tasks.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -503,7 +542,7 @@ def _fit_with_tasks(x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray) -
     if len(names) == 1:
         is_task = np.zeros_like(is_task)
     model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8)
-    model.fit(np.hstack([z, is_task, is_task * z[:, [_SURPRISE]]]), y)
+    model.fit(np.hstack([z, is_task, is_task * z[:, [_sloped(width)]]]), y)
     coefficients = model.coef_[0]
     return {
         **scale,

@@ -29,7 +29,15 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import differing, parse_date
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import Count, Judgement, Limits, Probability, Prompt, Response
+from megatron_dcpo.types import (
+    ConfidenceStatus,
+    Count,
+    Judgement,
+    Limits,
+    Probability,
+    Prompt,
+    Response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +124,27 @@ class Sample:
         """Return whether the ground truth is the key of its tests."""
         return self.prompt.ground_truth.startswith("tests:")
 
+    @property
+    def turn(self) -> int:
+        """Return the number of the turn of an agent's last answer, 1 without an agent."""
+        return int((self.response.counted or {}).get("turns", 1))
+
+    def at_turn(self, turn: int, confidence: float | None) -> Sample:
+        """Return the sample with what was stated when the policy was asked at a turn, as if that
+        were the last one; its measures are those of another text.
+        """
+        status: ConfidenceStatus = "unparsable" if confidence is None else "ok"
+        return replace(
+            self,
+            response=replace(
+                self.response,
+                turn_confidences=(),
+                counted={**(self.response.counted or {}), "turns": float(turn)},
+            ),
+            judgement=replace(self.judgement, confidence=confidence, status=status),
+            measures=Measures(),
+        )
+
     def measured(self, **values: object) -> Sample:
         """Return a copy with other values of its measures."""
         return replace(self, measures=replace(self.measures, **values))  # type: ignore[arg-type]
@@ -160,6 +189,17 @@ def answer_classes(
                 break
         representative[answer] = chosen
     return [None if answer is None else representative[answer] for answer in answers]
+
+
+def at_each_turn(samples: Iterable[Sample]) -> list[Sample]:
+    """Return a sample for each confidence that was stated in the sessions of agents, with the
+    verdict and the problem of its session: those behind earlier answers, and the last.
+    """
+    rows = []
+    for sample in samples:
+        rows += [sample.at_turn(*stated) for stated in sample.response.turn_confidences]
+        rows.append(sample.at_turn(sample.turn, sample.judgement.confidence))
+    return rows
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> None:

@@ -14,8 +14,10 @@ import re
 from dataclasses import dataclass
 
 from megatron_dcpo.codec import LARGEST
+from megatron_dcpo.judging.thinking import ThinkingTags, answer_start
 from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus
 
+CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
 _SPACE = r"[ \t\r\n\f\v]*"
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 # ASCII classes on purpose: \d and \s also match digits and spaces of other scripts.
@@ -73,3 +75,26 @@ def parse_confidence(
         stated = value if abs(value) < LARGEST else None
         return ParsedConfidence(None, "out_of_range", stated)
     return ParsedConfidence(value, "ok")
+
+
+def confidence_line(
+    text: str, tags: ThinkingTags | None, prompt_end: bytes, marker: str
+) -> str | None:
+    """Return what is written behind the ``text`` of a policy so that it goes on with a confidence.
+    None if it states one, or if it has no answer: nothing behind the thinking, which may have begun
+    at the ``prompt_end``.
+    """
+    content = text.encode(errors="surrogatepass")
+    start = answer_start(content, tags, prompt_end)
+    if start is None:
+        return None
+    answer = content[start:].decode(errors="replace")
+    if not answer.lstrip("\n" if start else "") or marker in answer:
+        return None
+    line = f"{marker} Confidence:"
+    return line if text.endswith("\n") else f"\n{line}"
+
+
+def parse_number(text: str, marker: str, finished: bool) -> ParsedConfidence:
+    """Read what a policy has written behind a :func:`confidence_line`."""
+    return parse_confidence(f"{marker}{text}", marker=marker, finished=finished)

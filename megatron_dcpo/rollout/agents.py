@@ -199,9 +199,9 @@ class _Sessions:
         last = session.ask_confidence(marker) if asks else None
         earlier = session.ask_earlier_confidences(marker) if asks == "turns" else []
         planned = [last, *earlier] if last is not None else earlier
-        sample = self.rollout.endpoint.sample
-        answers = await asyncio.gather(*(sample(session, one) for one in planned))
-        for one, (stated,) in zip(planned, answers, strict=True):
+        # each has one choice; an engine may run once what their prompts have in common
+        answers = await self.rollout.endpoint.sample(session, *planned) if planned else []
+        for one, stated in zip(planned, answers, strict=True):
             if one is last:
                 session.add_confidence(one, stated)
             else:

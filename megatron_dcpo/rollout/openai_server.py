@@ -181,14 +181,15 @@ class PolicyEndpoint:
         if len(self._over) > _KEPT_KEYS:
             del self._over[next(iter(self._over))]
 
-    async def sample(self, session: Session, planned: PlannedCall) -> list[Response]:
-        """Return what the engine samples for the choices of a call. One that is given up is
-        withdrawn.
+    async def sample(self, session: Session, *planned: PlannedCall) -> list[Response]:
+        """Return what the engine samples for the choices of calls, which it gets at the same time.
+        One that is given up is withdrawn.
         """
         arrivals = self._engine()
-        calls = [self._engine_call(session, planned, name) for name in planned.names]
+        calls = [self._engine_call(session, one, name) for one in planned for name in one.names]
         futures = [self._loop.create_future() for _ in calls]
-        self._waiting.update(zip(planned.names, futures, strict=True))
+        names = [call.prompt.prompt_id for call in calls]
+        self._waiting.update(zip(names, futures, strict=True))
         arrivals.put(*calls)
         try:
             return [await future for future in futures]

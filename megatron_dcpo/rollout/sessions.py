@@ -21,19 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_dcpo.data.chat_template import PROMPT_TOKENS
-from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.judging.confidence import CONFIDENCE_TOKENS, confidence_line, parse_number
 from megatron_dcpo.rollout.chat_messages import (
     Message,
     MessageError,
     begins_with,
     reply_of,
-    split_reasoning,
 )
 from megatron_dcpo.rollout.chat_tokens import ChatTokens, Tools
 from megatron_dcpo.rollout.engine import earlier_first
 from megatron_dcpo.types import FinishReason, Prompt, Response
-
-CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
 
 
 class CallRefused(Exception):
@@ -471,11 +468,10 @@ class Session:
         kept = len(turn.sampled) - ended
         text = self.chat.text_of(turn.sampled[:kept])
         end_of_prompt = self.chat.bytes_of(turn.prompt.token_ids[-PROMPT_TOKENS:])
-        _, answer = split_reasoning(text, self.chat.tags, end_of_prompt)
-        if not answer or marker in answer:
+        line = confidence_line(text, self.chat.tags, end_of_prompt, marker)
+        if line is None:
             return None
-        line = f"{marker} Confidence:"
-        opening = self.chat.encode(line if text.endswith("\n") else f"\n{line}")
+        opening = self.chat.encode(line)
         token_ids = (*turn.prompt.token_ids, *turn.sampled[:kept].tolist(), *opening)
         return CallPrompt(token_ids, turn, kept)
 
@@ -503,9 +499,7 @@ class Session:
         if not len(response.token_ids):
             return
         stated = self._turn(planned, planned.names[0], response)
-        parsed = parse_confidence(
-            f"{marker}{stated.answer}", marker=marker, finished=stated.finish_reason == "stop"
-        )
+        parsed = parse_number(stated.answer, marker, stated.finish_reason == "stop")
         number = self._number_of(asked_behind)
         self._branches.append(_Branch(number, stated, parsed.confidence))
 
@@ -575,6 +569,7 @@ class Session:
         """Return what the metrics count of the session."""
         return {
             "agent_calls": float(len(self.turns)),
+            "turns": float(self._number_of(self.turns[-1])),
             "segments": float(segments),
             "retokenized": float(self.retokenized),
             "sampling_ignored": float(self.ignored),

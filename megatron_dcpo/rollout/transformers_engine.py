@@ -7,12 +7,22 @@ model in Hugging Face layout and receives every update of the policy through the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import (
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +61,7 @@ from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import is_constant
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 # Finished rows are dropped from the KV cache when a smaller share than this is still running; the
 # second number applies if other samples wait for their slots.
@@ -59,6 +69,8 @@ _COMPACT_BELOW = 0.75
 _REFILL_BELOW = 0.9
 # between two looks of an engine that waits for calls at what else there is to do
 _LOOK_SECONDS = 0.05
+# tokens in which a sequence may differ from one whose cache it uses
+_BRANCH = 32
 
 
 class TransformersEngine(Engine):
@@ -76,6 +88,8 @@ class TransformersEngine(Engine):
     ) -> None:
         self._recorder = ExpertRecorder(model) if record_experts else None
         self.model = model.eval().requires_grad_(False)
+        layers = _new_cache(model).layers
+        self._shares_caches = not record_experts and _keep_all_positions(layers)
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_num_seqs = max_num_seqs
         self.weights_version = 0
@@ -293,27 +307,23 @@ class TransformersEngine(Engine):
         return running
 
     def _prefill(self, rows: Sequence[int], batch: _Batch) -> _Running:
-        """Run every distinct beginning of the samples ``rows`` once, left-padded, and repeat its
-        cache for each of the rows [B] that begin with it.
+        """Run every distinct beginning of the samples ``rows`` once, and repeat its cache for each
+        of the rows [B] that begin with it.
         """
         names = [batch.name(row) for row in rows]
         distinct = {name: batch.ids(row) for name, row in zip(names, rows, strict=True)}
         order = {name: index for index, name in enumerate(distinct)}
-        logits, cache, mask, position = prefill(self.model, list(distinct.values()))
+        sequences = list(distinct.values())
+        branches = branches_among(sequences) if self._shares_caches else {}
+        begun = _begun(self.model, sequences, branches)
         if self._recorder and batch.experts:
             taken = self._recorder.take(len(distinct))
             choices = [taken[order[name], -len(distinct[name]) :] for name in names]
             batch.experts.note_prompts(rows, choices)
-        repeated = torch.tensor([order[name] for name in names], device=current_device())
-        # ``batch_select_indices`` does not know layers with a state.
-        cache.reorder_cache(repeated)
-        return _Running(
-            rows=torch.tensor(rows, device=current_device()),
-            logits=logits[repeated],
-            cache=cache,
-            mask=mask[repeated],
-            position=position[repeated],
-        )
+        places = begun.rows.argsort()[[order[name] for name in names]]
+        logits = begun.logits[places]
+        begun.keep(places)
+        return replace(begun, rows=torch.tensor(rows, device=current_device()), logits=logits)
 
 
 def _known_architecture(model_dir: Path) -> Architecture | None:
@@ -340,21 +350,37 @@ def prefill(
     """Run B sequences once, left-padded. Return logits [B, V] of the next token, the cache, its
     mask [B, W], and the last positions [B].
     """
+    ids, mask = left_padded(sequences)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = _new_cache(model)
+    logits = _last_logits(model, ids, mask, positions, cache)
+    return logits, cache, mask, positions[:, -1]
+
+
+def _new_cache(model: PreTrainedModel) -> DynamicCache:
     from transformers import DynamicCache
 
+    return DynamicCache(config=model.config)
+
+
+def left_padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return the ids of B sequences and their mask, both [B, W]."""
     width = max(map(len, sequences))
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask = torch.zeros(len(sequences), width, dtype=torch.int64)
     for row, tokens in enumerate(sequences):
         ids[row, width - len(tokens) :] = torch.tensor(tokens)
         mask[row, width - len(tokens) :] = 1
-    ids = ids.to(current_device())
-    mask = mask.to(current_device())
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
+    return ids.to(current_device()), mask.to(current_device())
+
+
+def _last_logits(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: object
+) -> Tensor:
+    """Run tokens behind what the ``cache`` has, and return the logits [B, V] behind the last."""
     # An index and not a number: a slice of the states is not contiguous, and torch's product with
     # it would copy the output layer's weight once for each sequence.
-    last = mask.new_tensor([width - 1])
+    last = mask.new_tensor([ids.shape[1] - 1])
     out = model(
         ids,
         attention_mask=mask,
@@ -363,7 +389,86 @@ def prefill(
         use_cache=True,
         logits_to_keep=last,
     )
-    return out.logits[:, -1], cache, mask, positions[:, -1]
+    return out.logits[:, -1]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A sequence whose first ``common`` tokens are those of the sequence with the number ``stem``,
+    and whose others are ``tokens``.
+    """
+
+    stem: int
+    common: int
+    tokens: Sequence[int]
+
+
+def branches_among(sequences: Sequence[Sequence[int]]) -> dict[int, Branch]:
+    """Return by their numbers the sequences of which another one, that is none of them, has all but
+    at most :data:`_BRANCH` tokens; none if less than half of all tokens need not be run for it.
+    """
+    arrays = [np.asarray(one, dtype=np.int64) for one in sequences]
+    stems: dict[int, bytes] = {}
+    branches = {}
+    for number in sorted(range(len(arrays)), key=lambda one: -len(arrays[one])):
+        ids = arrays[number]
+        least = ids[: max(len(ids) - _BRANCH, 0)].tobytes()
+        stem = next((one for one, begins in stems.items() if begins.startswith(least)), None)
+        if stem is None or not least:
+            stems[number] = ids.tobytes()
+            continue
+        # the last token is run: its logits are those of the next one
+        common = _common(arrays[stem], ids[:-1])
+        branches[number] = Branch(stem, common, sequences[number][common:])
+    saved = sum(branch.common for branch in branches.values())
+    return branches if 2 * saved >= sum(map(len, arrays)) else {}
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return with how many equal tokens both begin, of which ``other`` is not the longer one."""
+    differs = one[: len(other)] != other
+    return int(differs.argmax()) if differs.any() else len(other)
+
+
+def _begun(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], branches: Mapping[int, Branch]
+) -> _Running:
+    """Run the sequences, of branches only what their stems do not have. The ``rows`` are the
+    sequences' numbers, in any order.
+    """
+    stems = [number for number in range(len(sequences)) if number not in branches]
+    logits, cache, mask, position = prefill(model, [sequences[number] for number in stems])
+    rows = torch.tensor(stems, device=current_device())
+    running = _Running(rows=rows, logits=logits, cache=cache, mask=mask, position=position)
+    if not branches:
+        return running
+    return running.concatenated(_branched(model, running, branches))
+
+
+def _branched(model: PreTrainedModel, stems: _Running, branches: Mapping[int, Branch]) -> _Running:
+    """Run branches on copies of the cache of ``stems``, which hides what their stem has behind the
+    ``common`` tokens.
+    """
+    device = current_device()
+    row_of = {number: row for row, number in enumerate(stems.rows.tolist())}
+    copied = torch.tensor([row_of[one.stem] for one in branches.values()], device=device)
+    common = torch.tensor([[one.common] for one in branches.values()], device=device)
+    cache = copy(stems.cache)
+    cache.layers = [copy(layer) for layer in cache.layers]
+    cache.reorder_cache(copied)
+    before = stems.mask[copied]
+    before = before * (before.cumsum(-1) <= common)
+    ids, mask = left_padded([one.tokens for one in branches.values()])
+    positions = common + (mask.cumsum(-1) - 1).clamp(min=0)
+    mask = torch.cat([before, mask], dim=1)
+    logits = _last_logits(model, ids, mask, positions, cache)
+    return _Running(
+        rows=torch.tensor(list(branches), device=device),
+        logits=logits,
+        cache=cache,
+        mask=mask,
+        position=positions[:, -1],
+    )
 
 
 class _Batch:
@@ -585,9 +690,13 @@ class _Running:
         """Return whether every layer keeps the keys of all positions, so that rows of another
         length can be added.
         """
-        return all(type(layer).__name__ == "DynamicLayer" for layer in self.cache.layers)
+        return _keep_all_positions(self.cache.layers)
 
     def keep(self, places: Tensor) -> None:
+        """Keep these rows, in this order and as often as they are named, for the next step: their
+        logits are not kept.
+        """
+        # ``batch_select_indices`` does not know layers with a state.
         self.cache.reorder_cache(places)
         self.rows = self.rows[places]
         self.mask = self.mask[places]
@@ -631,6 +740,11 @@ class _Running:
             mask=both(self.mask, other.mask, 1),
             position=torch.cat([self.position, other.position]),
         )
+
+
+def _keep_all_positions(layers: Sequence[object]) -> bool:
+    """Return whether all layers of a cache keep the keys of all positions."""
+    return all(type(layer).__name__ == "DynamicLayer" for layer in layers)
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

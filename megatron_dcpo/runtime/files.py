@@ -63,7 +63,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
         not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))
     ):
         raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")
-    temporary = _temporary(out)
+    temporary = temporary_name(out)
     created = [
         parent for parent in temporary.absolute().parents if not parent.exists()
     ]  # innermost first
@@ -154,14 +154,15 @@ def check_no_overlap(target: Path, *sources: Path) -> None:
     """
     for source in sources:
         resolved = source.resolve()
-        for leftover in (target, _temporary(target)):
+        for leftover in (target, temporary_name(target)):
             if leftover.resolve() in (resolved, *resolved.parents):
                 raise UserError(
                     f"cannot write {leftover}: it holds the input {source}; choose another name"
                 )
 
 
-def _temporary(out: Path) -> Path:
+def temporary_name(out: Path) -> Path:
+    """Return the name that a directory has while :func:`new_directory` writes it."""
     return out.with_name(out.name + ".tmp")
 
 

@@ -3,5 +3,7 @@ server (``dcpo serve``), or a middleware inside vLLM.
 
     request --asking--> upstream --whole_reply, stream--> choices --scorer--> confidence of each
 
+With a predictor of each turn the upstream is asked for a number behind each choice (``branch``).
+
 It imports neither torch nor Megatron nor vLLM.
 """

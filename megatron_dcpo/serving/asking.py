@@ -1,9 +1,11 @@
-"""What a client asks, and what is asked of the upstream for it: the log-probs that a confidence is
-computed from, which are taken out again of whatever the upstream sends, in any form.
+"""What a client asks, and what is asked of the upstream for it: the log-probs, or the ids of
+tokens, that a confidence comes from. They are taken out again of whatever the upstream sends, in
+any form.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,6 +19,8 @@ PATHS: Mapping[str, Api] = {"/v1/chat/completions": "chat", "/v1/completions": "
 # what the names have in common under which servers keep log-probs: logprobs, cumulative_logprob,
 # output_token_logprobs, completion_probabilities
 _LOGGED = ("logprob", "probabilit")
+IDS = ("token_ids", "prompt_token_ids")
+_TURN = re.compile("[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,11 @@ class Asked:
     """A request: the ``body`` of the client, and what is ``sent``.
 
     ``shows_logprobs`` says whether the client asked for log-probs itself, and ``shown_tops`` for
-    how many of each token. ``adds_logprobs`` says whether ``sent`` asks for more than that.
-    ``labels`` are the ``metadata`` of the request. ``refusal`` is the reason why no confidence
-    can be computed, known before the answer, "" if there is none.
+    how many of each token. ``adds_logprobs`` says whether ``sent`` asks for more than that, and
+    ``adds_ids`` whether it asks for the ids of tokens, unlike the client. ``labels`` are the
+    ``metadata`` of the request. ``turn`` is the number of the answer among the policy's in its
+    conversation, None if it is not known. ``refusal`` is the reason why no confidence can be
+    computed, known before the answer, "" if there is none.
     """
 
     api: Api
@@ -35,8 +41,15 @@ class Asked:
     shows_logprobs: bool = False
     shown_tops: int = 0
     adds_logprobs: bool = False
+    adds_ids: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
+    turn: int | None = None
     refusal: str = ""
+
+    @property
+    def adds(self) -> bool:
+        """Return whether ``sent`` asks for what the client has to see nothing of."""
+        return self.adds_logprobs or self.adds_ids
 
     @property
     def choices(self) -> int | None:
@@ -52,9 +65,13 @@ class Asked:
             return count if is_token_ids else count * len(prompt)
         return count
 
-    def without_logprobs(self, refusal: str) -> Asked:
-        """Return the request as the client made it, whose answer has no confidence."""
-        return replace(self, sent=self.body, adds_logprobs=False, refusal=refusal)
+    def as_made(self, words: str) -> Asked:
+        """Return the request as the client made it, whose answer has no confidence, because the
+        upstream refuses in these words what was added.
+        """
+        missing = "no_logprobs" if self.adds_logprobs else "no_token_ids"
+        refusal = f"{missing}: the upstream refuses them ({words})"
+        return replace(self, sent=self.body, adds_logprobs=False, adds_ids=False, refusal=refusal)
 
 
 def read_body(content: bytes) -> dict[str, Any]:
@@ -72,18 +89,25 @@ def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names:
     sent = dict(body)
     refusal = ""
     wanted = False
+    adds_ids = False
     tops = 0
+    labels = _labels(body)
+    turn = _turn(body, api, labels)
     if calibrator is not None:
         sent = calibrator.completed(body)
         different = calibrator.mismatch(sent, api, names)
         if different:
             refusal = f"mismatch: {different}"
             sent = dict(body)
+        elif calibrator.is_of_turns:
+            refusal = _why_not_asked(body, turn)
         wanted = calibrator.reads_logprobs and not refusal
+        adds_ids = calibrator.is_of_turns and not refusal and not body.get("return_token_ids")
         tops = calibrator.top_logprobs
     if body.get("echo"):
         refusal = "echo: the text begins with the prompt"
         wanted = False
+        adds_ids = False
     shows, shown_tops = _asked_logprobs(body, api)
     if api == "completions":
         tops = max(tops, FEWEST_TOPS)
@@ -95,6 +119,8 @@ def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names:
             sent["top_logprobs"] = most
     elif adds:
         sent["logprobs"] = most
+    if adds_ids:
+        sent["return_token_ids"] = True
     return Asked(
         api=api,
         body=body,
@@ -102,7 +128,9 @@ def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names:
         shows_logprobs=shows,
         shown_tops=shown_tops,
         adds_logprobs=adds,
-        labels=_labels(body),
+        adds_ids=adds_ids,
+        labels=labels,
+        turn=turn,
         refusal=refusal,
     )
 
@@ -127,13 +155,41 @@ def _labels(body: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in metadata.items()}
 
 
-def hide_logprobs(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever JSON holds
-    """Take from a reply, a chunk or a choice the log-probs for which the client did not ask,
-    wherever they stand.
+def _why_not_asked(body: Mapping[str, Any], turn: int | None) -> str:
+    """Return why a number cannot be asked for, "" if it can."""
+    if turn is None:
+        return "no_turn: metadata.turn of the request does not say which one this is"
+    contents = [message.get("content") for message in objects_in(body.get("messages"))]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if not all(isinstance(part, Mapping) and "text" in part for part in parts):
+        return "no_token_ids: what is no text has none"
+    return ""
+
+
+def _turn(body: Mapping[str, Any], api: Api, labels: Mapping[str, str]) -> int | None:
+    """Return the number of a turn that the metadata names, else one more than a chat has answers;
+    None for other texts. Answers that the problem came with cannot be told from the policy's.
     """
-    if not asked.adds_logprobs:
+    if "turn" in labels:
+        return int(labels["turn"]) if _TURN.fullmatch(labels["turn"]) else None
+    messages = body.get("messages")
+    if api != "chat" or not isinstance(messages, list):
+        return None
+    roles = [one.get("role") for one in messages if isinstance(one, Mapping)]
+    return 1 + roles.count("assistant")
+
+
+def hide_added(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever JSON holds
+    """Take from a reply, a chunk or a choice the log-probs and ids for which the client did not
+    ask, wherever they stand.
+    """
+    if not asked.adds:
         return
     for one in objects_in(value):
+        if asked.adds_ids:
+            one.update({name: None for name in IDS if name in one})
+        if not asked.adds_logprobs:
+            continue
         if asked.shows_logprobs:
             _cut_alternatives(one, asked.shown_tops)
         else:

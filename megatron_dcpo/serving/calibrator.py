@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.fit_record import FitRecord, FittedOn
-from megatron_dcpo.evaluation.posthoc_predictors import TOP_LOGPROBS, Posthoc, task_column
+from megatron_dcpo.evaluation.posthoc_predictors import TOP_LOGPROBS, TURNS, Posthoc, task_column
 from megatron_dcpo.runtime.served_models import ModelRow
 
 # the names under which an upstream knows each of its models
@@ -19,8 +19,8 @@ Names = Mapping[str, Sequence[str]]
 
 # kinds of confidence that one answer alone does not have
 _NEEDS_OTHERS = ("consistency", "posthoc")
-# they read what the answer states and no log-probs
-_STATED = "verbal"
+# they read what is stated and no log-probs
+_STATED = ("verbal", TURNS)
 _READS_TOPS = ("mean", "full", "token_entropy")
 PLAIN = "raw"  # the template that sends plain text, without a chat template
 
@@ -52,7 +52,12 @@ class Calibrator:
     @property
     def reads_logprobs(self) -> bool:
         """Return whether the log-probs of the tokens have to be asked for."""
-        return self.predictor.source != _STATED
+        return self.predictor.source not in _STATED
+
+    @property
+    def is_of_turns(self) -> bool:
+        """Return whether the number of each turn has to be asked for."""
+        return self.predictor.source == TURNS
 
     @property
     def top_logprobs(self) -> int:
@@ -61,12 +66,16 @@ class Calibrator:
 
     @property
     def column(self) -> str | None:
-        """Return the name of the label from which the task is read, None if it reads none."""
-        return task_column(self.predictor.source)
+        """Return the name of the label from which the task, or the turn of a text, is read, None if
+        none is.
+        """
+        return "turn" if self.is_of_turns else task_column(self.predictor.source)
 
     @property
     def tasks(self) -> list[str]:
-        """Return the tasks whose answers were fitted, for a predictor that reads the task."""
+        """Return the tasks, or the turns, whose answers were fitted, for a predictor that reads
+        them.
+        """
         return [str(task) for task in self.predictor.weights["tasks"].tolist()]
 
     def knows_task(self, task: str) -> bool:

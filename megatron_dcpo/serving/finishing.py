@@ -27,6 +27,12 @@ def finish_reason(choice: Mapping[str, Any]) -> object:
     return reason
 
 
+def _word(choice: Mapping[str, Any]) -> str:
+    """Return why a choice ended in small letters, "" if that is no word."""
+    reason = finish_reason(choice)
+    return reason.strip().lower() if isinstance(reason, str) else ""
+
+
 def calls_tool(message: object) -> bool:
     """Return whether a message, or the delta of one, calls a tool."""
     if not isinstance(message, Mapping):
@@ -38,13 +44,28 @@ def why_not_whole(choice: Mapping[str, Any], fitted: Collection[str] = ()) -> st
     """Return why the text of a choice is no whole answer, "" if it is one. ``fitted`` are the
     finish reasons of the answers on which the predictor was fitted.
     """
-    reason = finish_reason(choice)
-    word = reason.strip().lower() if isinstance(reason, str) else ""
-    if word in _TOOLS or calls_tool(choice.get("message")):
+    if _word(choice) in _TOOLS or calls_tool(choice.get("message")):
         return "tool_call: the answer calls a tool"
+    return why_cut(choice, fitted)
+
+
+def ends_with_token(choice: Mapping[str, Any]) -> bool:
+    """Return whether the last token of a choice is one that ends it: it was neither cut nor stopped
+    at a text, which ``stop_reason`` names.
+    """
+    word = _word(choice)
+    return word not in _CUT and not isinstance(choice.get("stop_reason"), str)
+
+
+def why_cut(choice: Mapping[str, Any], fitted: Collection[str] = ()) -> str:
+    """Return why a choice, which may call a tool, has not ended as the ``fitted`` ones, "" if it
+    has.
+    """
+    reason = finish_reason(choice)
+    word = _word(choice)
     if reason is None:
         return "unfinished: the upstream does not say that the answer has ended"
-    if is_finished(choice):
+    if is_finished(choice) or word in _TOOLS:
         return ""
     if word in _FILTERED:
         return "filtered: the upstream's filter has cut the answer"

@@ -26,6 +26,7 @@ from megatron_dcpo.runtime.asgi import (
 )
 from megatron_dcpo.serving.asking import PATHS, Asked, ask, read_body
 from megatron_dcpo.serving.bounds import Bounds, Gate
+from megatron_dcpo.serving.branch import Lines, TurnBranch, poster
 from megatron_dcpo.serving.calibrator import Names
 from megatron_dcpo.serving.counters import Counters
 from megatron_dcpo.serving.events import EventTooLongError
@@ -41,7 +42,7 @@ from megatron_dcpo.serving.json_text import compact
 from megatron_dcpo.serving.scorer import Scorer
 from megatron_dcpo.serving.scoring_options import add_scoring_arguments, scorer_of
 from megatron_dcpo.serving.stream import Stream
-from megatron_dcpo.serving.whole_reply import NotHiddenError, Scoring, scored_reply
+from megatron_dcpo.serving.whole_reply import NotHiddenError, Scoring, scored_reply, stated_in
 
 ENVIRONMENT = "DCPO_SERVE"
 _NO_BOUND = 1 << 60
@@ -100,6 +101,7 @@ class ConfidenceMiddleware:
         self.app = app
         self.service = service or service_from_environment()
         self.gate = Gate(self.service.bounds)
+        self.lines: Lines = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         is_http = scope["type"] == "http"
@@ -125,21 +127,20 @@ class ConfidenceMiddleware:
             self.service.counters.request(scope["path"], status, time.perf_counter() - begun)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> int:
-        """Answer a request, and return the status. One that is refused only because log-probs were
-        asked for is sent again as the client made it.
+        """Answer a request, and return the status. One that is refused only because log-probs or
+        ids were asked for is sent again as the client made it.
         """
         bounds = self.service.bounds
         async with self.gate.admitted(receive) as body:
             content = await whole_body(scope, body, bounds.request_bytes, bounds.body_seconds)
             asked = self._asked(content, scope["path"])
             async with exchange(self.app, scope, receive, compact(asked.sent)) as reply:
-                if reply.status not in _REFUSALS or not asked.adds_logprobs:
-                    return await self._pass(asked, reply, send)
+                if reply.status not in _REFUSALS or not asked.adds:
+                    return await self._pass(self._scoring(asked, scope, receive), reply, send)
                 words = await reply.whole(bounds.reply_bytes)
-            refusal = one_line(words.decode(errors="replace"), 200)
-            asked = asked.without_logprobs(f"no_logprobs: the upstream refuses them ({refusal})")
+            asked = asked.as_made(one_line(words.decode(errors="replace"), 200))
             async with exchange(self.app, scope, receive, compact(asked.sent)) as reply:
-                return await self._pass(asked, reply, send)
+                return await self._pass(self._scoring(asked, scope, receive), reply, send)
 
     def _asked(self, content: bytes, path: str) -> Asked:
         try:
@@ -148,21 +149,37 @@ class ConfidenceMiddleware:
             raise BadRequestError(f"the body is not a JSON object: {error}") from None
         return ask(body, PATHS[path], self.service.scorer.calibrator, self.service.names)
 
-    async def _pass(self, asked: Asked, reply: UpstreamReply, send: Send) -> int:
+    def _scoring(self, asked: Asked, scope: Message, receive: Receive) -> Scoring:
+        """Return how the answer to a request is scored, which may take further requests."""
+        service = self.service
+        bounds = service.bounds
+        branch = None
+        calibrator = service.scorer.calibrator
+        if calibrator is not None and calibrator.is_of_turns and not asked.refusal:
+            post = poster(self.app, scope, receive, bounds)
+            marker = service.scorer.marker
+            branch = TurnBranch(post, asked, marker, bounds.body_seconds, self.lines)
+        return Scoring(asked, service.scorer, service.counters.choice, bounds, branch)
+
+    async def _pass(self, scoring: Scoring, reply: UpstreamReply, send: Send) -> int:
         """Pass an answer on, whole or as a stream: that is seen from its first character, whatever
         its header says.
         """
         if reply.header(b"content-encoding") not in (b"", b"identity"):
             raise UpstreamError("the upstream compresses its answer, which it was asked not to do")
-        service = self.service
-        scoring = Scoring(asked, service.scorer, service.counters.choice, service.bounds)
-        first = await reply.first_character(service.bounds.reply_bytes)
-        may_stream = asked.body.get("stream") or reply.header(b"content-type").startswith(_EVENTS)
+        most = scoring.bounds.reply_bytes
+        first = await reply.first_character(most)
+        may_stream = scoring.asked.body.get("stream") or reply.header(b"content-type").startswith(
+            _EVENTS
+        )
         if reply.status == 200 and may_stream and first not in (b"{", b"["):
             return await self._pass_stream(scoring, reply, send)
-        content = await reply.whole(service.bounds.reply_bytes)
+        content = await reply.whole(most)
         try:
-            if reply.status == 200 or b"logprob" in content:
+            if reply.status == 200:
+                stated = await stated_in(content, scoring)
+                content = await asyncio.to_thread(scored_reply, content, scoring, stated)
+            elif b"logprob" in content or b"token_ids" in content:
                 content = await asyncio.to_thread(scored_reply, content, scoring)
         except NotHiddenError as error:
             raise UpstreamError(f"HTTP {reply.status}: {error}") from None

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from megatron_dcpo.calibration.selective import Threshold, threshold_for_risk
 from megatron_dcpo.errors import UserError, one_line
@@ -71,6 +71,15 @@ class Scored:
 FIELDS = tuple(Scored(confidence=None, raw=None, source="").fields())
 
 
+class Stated(NamedTuple):
+    """The confidence that a model stated when it was asked behind an answer, None for a
+    ``reason``.
+    """
+
+    confidence: float | None
+    reason: str = ""
+
+
 @dataclass(frozen=True)
 class Scorer:
     """How choices are scored and shown. With ``keep_tag`` the confidence block stays in the text;
@@ -89,9 +98,15 @@ class Scorer:
         """Return what the confidence is: ``stated``, or the predictor."""
         return "stated" if self.calibrator is None else self.calibrator.name
 
-    def score(self, asked: Asked, choice: Mapping[str, Any], unreadable: str = "") -> Scored:
-        """Return the confidence of a whole choice, with its log-probs; none if a part of it was
-        ``unreadable``, for a reason.
+    def score(
+        self,
+        asked: Asked,
+        choice: Mapping[str, Any],
+        unreadable: str = "",
+        stated: Stated | None = None,
+    ) -> Scored:
+        """Return the confidence of a whole choice, with its log-probs, or with what was ``stated``
+        behind one that states nothing; none if a part of it was ``unreadable``, for a reason.
         """
         try:
             sample = self._sample(asked, choice)
@@ -100,8 +115,13 @@ class Scorer:
         has_block = sample.judgement.status == "ok"
         if unreadable:
             return self._none(f"unreadable: {unreadable}", has_block=has_block)
+        if stated is None or has_block:
+            missing = self._missing(asked, choice, sample)
+        else:
+            sample = sample.at_turn(sample.turn, stated.confidence)
+            missing = stated.reason
         raw = self._raw(sample)
-        reason = asked.refusal or self._missing(asked, choice, sample)
+        reason = asked.refusal or missing
         if reason:
             return self._none(reason, raw, has_block)
         confidence = raw
@@ -145,6 +165,8 @@ class Scorer:
             form=self.form,
         )[0]
         assert judgement is not None, "nothing is verified"
+        if asked.turn is not None:
+            response = replace(response, counted={"turns": float(asked.turn)})
         return measured_sample(prompt, response, judgement, keep_features=tops > 0)
 
     def _raw(self, sample: Sample) -> float | None:
@@ -164,8 +186,7 @@ class Scorer:
         if reason:
             return reason
         if calibrator is None or not calibrator.reads_logprobs:
-            status = sample.judgement.status
-            return "" if status == "ok" else f"{status}: {_WHY[status]}"
+            return why_malformed(sample.judgement.status)
         if not choice.get("logprobs"):
             return "no_logprobs: the upstream returned no log-probs"
         if calibrator.column is None:
@@ -197,9 +218,14 @@ class Scorer:
             return text
         if scored.has_block and not self.keep_tag:
             text = text[: text.rfind(self.marker)]
-        if scored.abstains and self.abstention:
+        if scored.abstains and self.abstention and text:
             text = f"{text}\n\n{self.abstention}"
         return text
+
+
+def why_malformed(status: ConfidenceStatus) -> str:
+    """Return the reason of a status, "" if the confidence is well-formed."""
+    return "" if status == "ok" else f"{status}: {_WHY[status]}"
 
 
 def _why_no_inputs(response: Response) -> str:

@@ -13,7 +13,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from megatron_dcpo.serving.asking import Asked, hide_logprobs
+from megatron_dcpo.serving.asking import Asked, hide_added
 from megatron_dcpo.serving.events import DONE, Event, EventDecoder
 from megatron_dcpo.serving.finishing import finish_reason
 from megatron_dcpo.serving.json_text import compact, error_body, objects_in, read_json
@@ -41,6 +41,7 @@ class Stream:
         self.choices: dict[int, StreamedChoice] = {}
         self.waiting: list[bytes] = []  # events without choices, behind the end of a choice
         self.last: Chunk = {}
+        self.prompt_ids: object = None
         self.unreadable = ""  # what could not be read, and may be of any choice
         self.is_complete = False
         self.is_broken = False
@@ -74,6 +75,7 @@ class Stream:
             return b""
         if not self.choices and not self.unreadable:
             return await self.broken("the upstream's stream has no answer")
+        await self._ask()  # which a client that leaves, or the end of the server, interrupts
         self.is_complete = True
         return await self._finish() + end
 
@@ -124,13 +126,13 @@ class Stream:
         if not (event.data or "").strip():
             return event.encoded()
         self._give_up("an event that is not JSON")
-        if self.asked.adds_logprobs:
+        if self.asked.adds:
             return _error_event("the upstream sent an event that is not JSON")
         return event.encoded()
 
     def _without_choices(self, event: Event, value: Any) -> bytes:  # noqa: ANN401 -- any JSON
         """Pass on what holds no choices, after the end of a choice if one waits."""
-        hide_logprobs(value, self.asked)
+        hide_added(value, self.asked)
         content = _changed(event, value)
         is_behind = any(choice.ending for choice in self.choices.values())
         if is_behind and not self.is_too_long and len(self.waiting) < _MOST_WAITING:
@@ -140,7 +142,7 @@ class Stream:
 
     def _chunk(self, event: Event, chunk: Chunk) -> bytes:
         """Return a chunk without the choices that end in it, which wait until they are scored."""
-        self.last = {name: chunk[name] for name in chunk if name not in ("usage", "choices")}
+        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
         if chunk.get("error"):
             self._give_up(ERROR_WITH_ANSWER)
         out = []
@@ -156,11 +158,12 @@ class Stream:
                 continue
             out.append(_released(one))
             self._take(one, choice)
-            if finish_reason(choice) is None:
-                going_on.append(choice)
-            else:
+            if finish_reason(choice) is not None:
                 ending.append((one, choice))
-        hide_logprobs(chunk, self.asked)
+            elif not self.asked.adds_ids or choice.get("delta") != {}:
+                going_on.append(choice)  # a chunk of ids alone is not the client's
+        hide_added(chunk, self.asked)
+        self.last = {name: chunk[name] for name in chunk if name not in ("usage", "choices")}
         if going_on:
             out.append(_changed(event, {**chunk, "choices": going_on}))
             chunk.pop("usage", None)
@@ -201,6 +204,16 @@ class Stream:
         self._give_up("a choice with an index that was not asked for")
         return None
 
+    async def _ask(self) -> None:
+        """Ask for the number behind each choice that could be read."""
+        branch = self.scoring.branch
+        if branch is None or self.unreadable:
+            return
+        choices = [one for one in self.choices.values() if not one.why_not_whole()]
+        asked = (branch.stated(one.whole(), self.prompt_ids) for one in choices)
+        for one, stated in zip(choices, await asyncio.gather(*asked), strict=True):
+            one.stated = stated
+
     async def _finish(self) -> bytes:
         """Return the last chunk of each choice, with its confidence, and what waits behind."""
         out = []
@@ -209,7 +222,9 @@ class Stream:
             if choice.ending is not None:
                 event, chunk = choice.ending
             unreadable = self.unreadable or choice.why_not_whole()
-            scored = await asyncio.to_thread(self.scoring.score, choice.whole(), unreadable)
+            scored = await asyncio.to_thread(
+                self.scoring.score, choice.whole(), unreadable, choice.stated
+            )
             choice.finish(chunk["choices"][0], scored)
             out.append(_changed(event, chunk))
         return b"".join(out + self.waiting)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_dcpo.serving.asking import Asked
+from megatron_dcpo.serving.asking import IDS, Asked
 from megatron_dcpo.serving.events import Event
 from megatron_dcpo.serving.finishing import calls_tool, finish_reason
-from megatron_dcpo.serving.scorer import Scored, Scorer
+from megatron_dcpo.serving.scorer import Scored, Scorer, Stated
 
 Chunk = dict[str, Any]
 
@@ -80,7 +80,8 @@ class Withheld:
 
 class StreamedChoice:
     """One choice. ``unreadable`` says what of it could not be read, "" for nothing: then it has no
-    confidence, because its text or its log-probs may not be whole.
+    confidence, because its text or its log-probs may not be whole. ``stated`` is what the model
+    stated behind it.
     """
 
     def __init__(self, asked: Asked, scorer: Scorer) -> None:
@@ -98,6 +99,9 @@ class StreamedChoice:
         self._logged: dict[str, list[Any]] = {}
         self._has_logprobs: set[bool] = set()  # of the chunks with a text
         self._calls_tool = False
+        self._ids: dict[str, list[Any]] = {}
+        self._stop_reason: object = None
+        self.stated: Stated | None = None
 
     @property
     def text(self) -> str:
@@ -110,12 +114,15 @@ class StreamedChoice:
         self._logged.clear()
         self._texts.clear()
         self._thoughts.clear()
+        self._ids.clear()
 
     def take(self, chunk: Chunk, logged: object) -> None:
         """Read a chunk with its log-probs, and change its text into what can be shown by now."""
         reason = finish_reason(chunk)
         if reason is not None:
             self.finish_reason = reason
+            self._stop_reason = chunk.get("stop_reason")
+        self._read_ids(chunk)
         piece = self._read(chunk)
         has_logprobs = self._read_logprobs(logged)
         if not piece:
@@ -132,7 +139,8 @@ class StreamedChoice:
 
     def whole(self) -> Chunk:
         """Return the choice as a reply that is not streamed has it."""
-        ended = {"finish_reason": self.finish_reason}
+        ended: Chunk = {"finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
+        ended |= self._ids
         if self.asked.api != "chat":
             return {"text": self.text, "logprobs": dict(self._logged) or None, **ended}
         message: Chunk = {"content": self.text, "reasoning_content": "".join(self._thoughts)}
@@ -201,6 +209,13 @@ class StreamedChoice:
         if isinstance(thinking, str) and self.is_remembered:
             self._thoughts.append(thinking)
         return text if isinstance(text, str) else ""
+
+    def _read_ids(self, chunk: Chunk) -> None:
+        """Keep the ids of a chunk's tokens; the prompt's come once."""
+        for name in IDS:
+            rows = chunk.get(name)
+            if isinstance(rows, list) and self.is_remembered:
+                self._ids.setdefault(name, []).extend(rows)
 
     def _read_logprobs(self, logged: object) -> bool:
         """Keep the log-probs of a chunk, and return whether there are any."""

@@ -62,7 +62,7 @@ def train_step(run: Run, step: int) -> None:
             samples=batch.samples,
             scores=batch.scores,
             step=step,
-            finds_apart=run.recorder.samples_are_due(step),
+            shown=run.recorder.samples_shown(step),
         )
     with run.timers("save"):  # while the engine sleeps
         run.checkpointer.save(step)

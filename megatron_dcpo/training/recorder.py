@@ -130,9 +130,8 @@ class Recorder(Records):
         the disk refuses, after the checkpoint of an earlier step is complete; that of this step is
         given up, so that a resumed run does the step again and records it.
         """
-        shown: list[TrainingSample] = []
-        if self.samples_are_due(step):
-            shown = list(samples[:SAMPLES_PER_STEP])
+        shown = list(samples[: self.samples_shown(step)])
+        if shown:
             wanted = range(len(shown)) if self.writes else ()
             shown = fetch(shown, wanted, Collectives())
         refused: str | None = None
@@ -223,12 +222,11 @@ class Recorder(Records):
         left = time_left(self.rows, self.config.training.steps - step)
         self.progress.log_step(step, metrics, left)
 
-    def samples_are_due(self, step: int) -> bool:
-        """Return whether responses of a step are written."""
+    def samples_shown(self, step: int) -> int:
+        """Return how many responses of a step are written at most."""
         interval = self.config.logging.samples_interval
-        if not interval:
-            return False
-        return step == 1 or step % interval == 0 or step == self.config.training.steps
+        due = interval and (step in (1, self.config.training.steps) or step % interval == 0)
+        return SAMPLES_PER_STEP if due else 0
 
     def _write_samples(
         self,
@@ -239,7 +237,7 @@ class Recorder(Records):
         directory = self.directory / "samples"
         directory.mkdir(exist_ok=True)
         lines = []
-        for sample in samples[:SAMPLES_PER_STEP]:
+        for sample in samples:
             row = sample_row(sample, step, self.texts, apart.get(sample.response.key, {}))
             lines.append(json.dumps(json_ready(row), ensure_ascii=False) + "\n")
         write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines))

@@ -87,11 +87,11 @@ class Updater:
         samples: Sequence[TrainingSample],
         scores: np.ndarray | None,
         step: int,
-        finds_apart: bool = False,
+        shown: int = 0,
     ) -> tuple[list[TrainingSample], UpdateStatistics]:
         """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches; return the
-        scored samples. With ``finds_apart`` the statistics have the tokens on which engine and
-        trainer differ. Collective.
+        scored samples. Of the first ``shown`` of them the statistics have the tokens on which
+        engine and trainer differ. Collective.
 
         ``scores`` are the samples' :meth:`Method.group_scores`, float64 [5, N]; None if the method
         reads log-probs of the policy that sampled. An update whose loss or gradient is not finite
@@ -114,19 +114,22 @@ class Updater:
             trained.append(chosen)
         statistics.trained = [sample for mini_batch in trained for sample in mini_batch]
         trained = self._with_logprobs(trained)
-        self.apart = {} if finds_apart else None
+        self.apart = {} if shown else None
         for number, mini_batch in enumerate(trained):
             is_first = number == 0
             # after the first update the policy is no longer the one that sampled
             self.measures_mismatch = is_first or not self._ratio_to_engine
             self.update_once(mini_batch, statistics, step)
+        in_order = [sample for mini_batch in scored for sample in mini_batch]
         if self.apart is not None:
-            for of_rank in self.trainer.collectives.gather(self.apart):
+            keys = {sample.response.key for sample in in_order[:shown]}
+            here = {key: places for key, places in self.apart.items() if key in keys}
+            for of_rank in self.trainer.collectives.gather(here):
                 statistics.apart |= of_rank
         self.trainer.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)
-        return [sample for mini_batch in scored for sample in mini_batch], statistics
+        return in_order, statistics
 
     def update_once(
         self,
@@ -162,28 +165,7 @@ class Updater:
     def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``old_logprobs`` of this rank's samples, by the policy as it is. Collective."""
         rows = self.trainer.logprobs(self.trainer.policy, samples)
-        return [
-            replaced(sample, old_logprobs=rows.get(index)) for index, sample in enumerate(samples)
-        ]
-
-    def with_ref_logprobs(
-        self, samples: Sequence[TrainingSample], reference: Policy
-    ) -> list[TrainingSample]:
-        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference. Collective."""
-        rows = logprobs_of(reference, self.trainer, samples)
-        return [
-            replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
-        ]
-
-    def with_teacher_logprobs(
-        self, samples: Sequence[TrainingSample], reading: Reading
-    ) -> list[TrainingSample]:
-        """Fill ``teacher_logprobs`` of this rank's samples as the teacher has them. Collective."""
-        rows = reading(self.trainer, samples)
-        return [
-            replaced(sample, teacher_logprobs=rows.get(index))
-            for index, sample in enumerate(samples)
-        ]
+        return filled(samples, "old_logprobs", rows)
 
     def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
@@ -195,9 +177,7 @@ class Updater:
         means: dict[int, float] = {}
         for means_of_rank in self.trainer.collectives.gather(here):
             means |= means_of_rank
-        return [
-            replaced(sample, mean_old_logprob=means[index]) for index, sample in enumerate(samples)
-        ]
+        return filled(samples, "mean_old_logprob", means)
 
     # ------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
@@ -258,10 +238,16 @@ class Updater:
             mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
         if self.reference is not None:
             with self.reference() as reference:
-                mini_batches = [self.with_ref_logprobs(each, reference) for each in mini_batches]
+                mini_batches = [
+                    filled(each, "ref_logprobs", logprobs_of(reference, self.trainer, each))
+                    for each in mini_batches
+                ]
         if self.teacher is not None:
             with self.teacher() as reading:
-                mini_batches = [self.with_teacher_logprobs(each, reading) for each in mini_batches]
+                mini_batches = [
+                    filled(each, "teacher_logprobs", reading(self.trainer, each))
+                    for each in mini_batches
+                ]
         return mini_batches
 
     def _call_back(
@@ -313,6 +299,13 @@ class Updater:
                 largest,
                 threshold,
             )
+
+
+def filled(
+    samples: Sequence[TrainingSample], column: str, values: Mapping[int, object]
+) -> list[TrainingSample]:
+    """Return the samples with a column filled by their index, with None where there is no value."""
+    return [replaced(sample, **{column: values.get(row)}) for row, sample in enumerate(samples)]
 
 
 def logprobs_of(

@@ -19,7 +19,7 @@ from megatron_dcpo.runtime.distributed import Collectives, Topology, all_gather_
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.run_records import ADAPTER
 from megatron_dcpo.training.engine_failures import raise_on_all_ranks
-from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
+from megatron_dcpo.weights.hf_checkpoint import Writers, write_checkpoint
 from megatron_dcpo.weights.reshard import (
     SynchronizationError,
     Traffic,
@@ -119,12 +119,23 @@ class WeightSync:
         }
 
 
+def writers_of(topology: Topology) -> Writers:
+    """Return the ranks of a training as the writers of its policy: the first of each replica."""
+    return Writers(
+        replica=topology.replica,
+        replicas=topology.replicas,
+        writes=topology.place == 0,
+        leads=topology.rank == 0,
+        gather=all_gather_objects,
+    )
+
+
 def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> Path:
     """Write ``directory/policy``: weights of the policy, everything else from ``model.path``. An
-    adapter is merged into the weights, and stands in ``directory/adapter`` as well. Collective.
+    adapter is merged into the weights, and stands in ``directory/adapter`` as well. The replicas
+    divide the files. Collective.
     """
     policy = optimizer.exported
-    writer = policy.topology.rank == 0
     out = directory / "policy"
     write_checkpoint(
         out,
@@ -132,7 +143,7 @@ def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> 
         policy.arch,
         torch_dtype(model.params_dtype),
         lambda shapes: gather_full(policy, shapes),
-        writer=writer,
+        writers=writers_of(policy.topology),
     )
     optimizer.write_adapter(directory / ADAPTER, hub.repository_of(model.path) or model.path)
     return out

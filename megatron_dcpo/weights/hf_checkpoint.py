@@ -8,8 +8,8 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_dcpo.runtime.dtypes import (
     name_of,
     torch_dtype,
 )
-from megatron_dcpo.runtime.files import new_directory
+from megatron_dcpo.runtime.files import new_directory, temporary_name
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.weights.planner import Copy
 from megatron_dcpo.weights.table import (
@@ -463,21 +463,59 @@ def _nbytes(spec: tuple[tuple[int, ...], str]) -> int:
     return dtype_bytes(dtype) * math.prod(shape)
 
 
+def _alone(failure: str) -> list[str]:
+    return [failure]
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The ranks that write a checkpoint together, as one of them sees it: its replica collects and
+    writes every ``replicas``-th file, from the one with the number ``replica`` on. ``writes`` says
+    whether this rank writes what its replica collects, ``leads`` whether it opens and closes the
+    directory. ``gather`` returns the text of every rank; collective over all of them.
+    """
+
+    replica: int = 0
+    replicas: int = 1
+    writes: bool = True
+    leads: bool = True
+    gather: Callable[[str], Sequence[str]] = _alone
+
+    @contextmanager
+    def directory(self, out: Path) -> Iterator[Path]:
+        """Yield ``out`` under a temporary name, as :func:`new_directory` on the rank that leads."""
+        with ExitStack() as opened:
+            failure = ""
+            if self.leads:
+                try:
+                    opened.enter_context(new_directory(out, overwrite=True))
+                except UserError as error:
+                    failure = str(error)
+            self.check(failure)
+            yield temporary_name(out)
+
+    def check(self, *failures: str) -> None:
+        """Raise :class:`UserError` on all ranks if one of them has a failure, "" for none."""
+        gathered = self.gather(next(filter(None, failures), ""))
+        for failure in filter(None, gathered):
+            raise UserError(failure)
+
+
 def write_checkpoint(
     out: Path,
     source_dir: Path,
     arch: Architecture,
     dtype: torch.dtype,
     collect: Callable[[dict[str, tuple[int, ...]]], dict[str, torch.Tensor]],
-    writer: bool,
+    writers: Writers = Writers(),
     max_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory shard by shard; ``collect`` returns the table's tensors of one
-    shard.
+    shard, and is collective over a replica of the ``writers``.
 
-    Collective if ``collect`` is. Only the ``writer`` touches the disk, under a temporary name that
-    is renamed when the directory is complete. Everything but the weights (config, tokenizer,
-    templates) is taken from ``source_dir``, and so are the tensors of :class:`Carried`.
+    The directory has a temporary name until it is complete. Everything but the weights (config,
+    tokenizer, templates) is taken from ``source_dir``, and so are the tensors of :class:`Carried`.
+    Raises :class:`UserError` on all ranks if one of them cannot write; nothing is left then.
     """
     name = name_of(dtype)
     specs: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -487,29 +525,48 @@ def write_checkpoint(
     specs |= carried.specs
     shards = plan_shards(specs, assign_files(specs, max_bytes))
 
-    def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
+    def collected(shard: Shard) -> Callable[[str], torch.Tensor]:
+        """Return what returns a tensor of a shard."""
         shapes = {}
         for key, shape in hf_shapes(arch).items():
             if stored_names(arch)[key] in shard.offsets:
                 shapes[key] = shape
-        return joined(arch, collect(shapes))
+        tensors = joined(arch, collect(shapes))
 
-    if not writer:
-        for shard in shards:
-            tensors_of(shard)
-        return
-    with new_directory(out, overwrite=True) as temporary:
-        for shard in shards:
-            tensors = tensors_of(shard)
+        def read(key: str) -> torch.Tensor:
+            if key in carried.specs:
+                return carried.tensor(key)
+            return tensors[key].to(torch_dtype(specs[key][1]))
 
-            def read(key: str, tensors: dict[str, torch.Tensor] = tensors) -> torch.Tensor:
-                if key in carried.specs:
-                    return carried.tensor(key)
-                return tensors[key].to(torch_dtype(specs[key][1]))
+        return read
 
-            write_tensors(temporary / shard.file, shard, read)
-        write_index(temporary, shards)
-        copy_side_files(source_dir, temporary, name)
+    with writers.directory(out) as temporary:
+        failures = []
+        # whoever cannot write goes on to collect: the others of its replica wait for it
+        for shard in shards[writers.replica :: writers.replicas]:
+            read = collected(shard)
+            if writers.writes:
+                write = partial(write_tensors, temporary / shard.file, shard, read)
+                failures.append(_failure(out, write))
+        if writers.leads:
+            failures.append(_failure(out, partial(write_index, temporary, shards)))
+            copy = partial(copy_side_files, source_dir, temporary, name)
+            failures.append(_failure(out, copy))
+        writers.check(*failures)
+
+
+def _failure(out: Path, write: Callable[[], None]) -> str:
+    """Write a part of a directory; return why that failed, "" if it did not."""
+    try:
+        write()
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError):
+            why = f"{why}; all ranks need the same directory, on a disk that their nodes share"
+        return f"cannot write {out}: {why}; nothing was left behind"
+    return ""
 
 
 def write_tensors(path: Path, shard: Shard, read: Callable[[str], torch.Tensor]) -> None:

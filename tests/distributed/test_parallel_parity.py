@@ -179,8 +179,8 @@ def agrees(ranks, expected, parallel):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=3e-5)
         np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-5)
         if expected["probe"] is not None:
-            # after an update, which amplifies rounding
-            same_probe(rank["probe"], expected["probe"], rtol=1e-4)
+            # after an update, which amplifies rounding: 1.3e-4 on one kind of processor
+            same_probe(rank["probe"], expected["probe"], rtol=5e-4)
         assert rank["engine_difference"] <= 1e-4, "engine and trainer agree after three updates"
         assert rank["weights"] == ranks[0]["weights"], "every engine received the same weights"
     tp = parallel.get("tensor_model_parallel_size", 1)

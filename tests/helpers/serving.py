@@ -65,6 +65,26 @@ def halving(fitted_on: FittedOn | None = FITTED_ON) -> Posthoc:
     return Posthoc("isotonic", "verbal", weights, record(fitted_on))
 
 
+def by_turn(fitted_on: FittedOn | None = FITTED_ON) -> Posthoc:
+    """At turn 1 the number itself; from turn 2 on sigmoid(1.5 logit - 1)."""
+    weights = {
+        "mean": np.zeros(1),
+        "deviation": np.ones(1),
+        "slopes": np.ones(1),
+        "intercept": np.array(0.0),
+        "tasks": np.array(["1", "2"]),
+        "task_intercepts": np.array([0.0, -1.0]),
+        "task_slopes": np.array([0.0, 0.5]),
+    }
+    return Posthoc("logistic", "turns", weights, record(fitted_on))
+
+
+def second_curve(confidence: float) -> float:
+    """What :func:`by_turn` makes of a number from turn 2 on."""
+    logit = np.log(confidence / (1 - confidence))
+    return float(1 / (1 + np.exp(1 - 1.5 * logit)))
+
+
 def scorer_with(predictor: Posthoc, **options: Any) -> Scorer:
     assert predictor.record is not None
     calibrator = Calibrator(predictor, predictor.record.fitted_on)

@@ -101,7 +101,7 @@ def parts_of(module: str) -> frozenset[tuple[str, str]]:
 
 
 # modules that a command hangs on: what they import, and what that imports
-LIMITS = {"training.loop": 140, "cli.calibrate": 45, "cli.serve": 66}
+LIMITS = {"training.loop": 140, "cli.calibrate": 45, "cli.serve": 67}
 
 
 def subpackage(module: str) -> str:

@@ -22,7 +22,7 @@ READERS_OWN = {
     "docs/evaluate.md": {"pairs.jsonl", "runs/other", "runs/train/samples.jsonl"},
     "docs/metrics.md": {"runs/eval", "runs/fit/samples.jsonl", "runs/other"},
     "docs/is_it_worth_anything.md": {"train.jsonl", "runs/eval/samples.jsonl"},
-    "docs/serve.md": {"train.jsonl"},
+    "docs/serve.md": {"train.jsonl", "RUN"},
     "docs/supervised.md": {"runs/fit/samples.jsonl", "runs/eval/samples.jsonl"},
 }
 

@@ -18,6 +18,7 @@ from megatron_dcpo.rollout.engine_options import EngineOptions
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.runtime.distributed import barrier
 from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.training.weight_sync import writers_of
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import export_buckets, gather_full, plan_for
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
@@ -85,7 +86,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         policy.arch,
         torch_dtype("bf16"),
         lambda shapes: gather_full(policy, shapes),
-        topology.rank == 0,
+        writers_of(topology),
     )
     barrier()
     engine.close()

@@ -25,6 +25,7 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.runtime.device import memory_gb
 from megatron_dcpo.runtime.distributed import barrier
 from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.training.weight_sync import writers_of
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
@@ -170,14 +171,13 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     between = interrupted(engine, policy, plan, sampling, options["updates"])
     greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
     out = Path(options["out"], Path(model).name + "_exported")
-    writer = topology.rank == 0
     write_checkpoint(
         out,
         Path(model),
         policy.arch,
         torch_dtype(dtype),
         lambda shapes: gather_full(policy, shapes),
-        writer,
+        writers_of(topology),
     )
     barrier()
     engine.close()

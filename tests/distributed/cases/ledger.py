@@ -17,7 +17,7 @@ from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.runtime import host_memory
 from megatron_dcpo.runtime.device import _CPU
-from megatron_dcpo.training import checkpointer, loop
+from megatron_dcpo.training import checkpointer, loop, updater
 from megatron_dcpo.training import run as training_run
 from megatron_dcpo.training.updater import Updater
 from tests.helpers.paths import QUICKSTART
@@ -78,7 +78,7 @@ def run(options: dict[str, Any]) -> Any:
         watch("save", checkpointer, "checkpoint_state")
         watch("load", checkpointer, "load_checkpoint")
         watch("update", Updater, "update_once")
-        watch("reference", Updater, "with_ref_logprobs")
+        watch("reference", updater, "logprobs_of")
         watch("rollout", SleepingEngine, "stream")
     Path(config.run_dir).parent.mkdir(parents=True, exist_ok=True)
     loop.train(config)

@@ -67,12 +67,12 @@ def run(options: dict[str, Any]) -> Any:
     digests, parameters, seen = [], [], {"step": 0}
     updated, loss_of = Updater.update, Method.loss
 
-    def update(updater, samples, scores, step, finds_apart=False):
+    def update(updater, samples, scores, step, shown=0):
         if not digests:
             digests.append(digest(updater))
             parameters.append(digest(updater, moments=False))
         seen["step"] = step
-        done = updated(updater, samples, scores, step, finds_apart)
+        done = updated(updater, samples, scores, step, shown)
         digests.append(digest(updater))
         parameters.append(digest(updater, moments=False))
         return done

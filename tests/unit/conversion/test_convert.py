@@ -311,7 +311,6 @@ def test_the_trainers_export_writes_the_same_files(tmp_path):
         arch,
         torch.bfloat16,
         lambda shapes: {name: model[name] for name in shapes},
-        writer=True,
         max_bytes=30_000,
     )
     import_checkpoint(source, tmp_path / "megatron")

@@ -167,6 +167,7 @@ def test_without_thinking_qwen3_goes_on_and_on() -> None:
     assert response.contexts == ()
     assert response.counted == {
         "agent_calls": 3,
+        "turns": 3,
         "segments": 1,
         "retokenized": 0,
         "sampling_ignored": 0,

@@ -13,7 +13,12 @@ from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.rollout.engine import PartialRollout
 from megatron_dcpo.rollout.random_numbers import uniforms
 from megatron_dcpo.rollout.sampling import SamplingConfig
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine, prefill, sample_token
+from megatron_dcpo.rollout.transformers_engine import (
+    TransformersEngine,
+    branches_among,
+    prefill,
+    sample_token,
+)
 from megatron_dcpo.types import Prompt
 
 
@@ -92,6 +97,63 @@ def test_beginnings_are_run_without_a_copy_of_the_output_layer_for_each(engine):
         logits, *_ = prefill(engine.model, sequences)
     assert logits.shape == (16, len(head))
     assert largest.elements < 4 * head.numel()
+
+
+def branching():
+    """Return a long sequence, three that leave it after 20, 41 and all but its last tokens, a copy,
+    and two others.
+    """
+    rng = np.random.default_rng(1)
+
+    def drawn(count):
+        return [int(token) for token in rng.integers(1, 331, count)]
+
+    long, short = drawn(60), drawn(50)
+    return [
+        drawn(5),
+        long[:20] + drawn(19),
+        long,
+        long[:41] + drawn(3),
+        long[:59],
+        list(long),
+        short,
+    ]
+
+
+def test_branches_are_what_another_sequence_does_not_have():
+    sequences = branching()
+    branches = branches_among(sequences)
+    assert {number: (one.stem, one.common) for number, one in branches.items()} == {
+        1: (2, 20),
+        3: (2, 41),
+        4: (2, 58),
+        5: (2, 59),
+    }
+    for number, one in branches.items():
+        assert sequences[one.stem][: one.common] + list(one.tokens) == sequences[number]
+    unlike = [sequence[::-1] for sequence in sequences[:4]]
+    assert branches_among(unlike) == {}
+    assert branches_among([]) == {}
+
+
+@pytest.mark.parametrize("which", ["engine", "windows"])
+def test_branches_are_sampled_as_if_they_were_alone(request, which):
+    engine = request.getfixturevalue(which)
+    calls = [Prompt(f"b{i}", (), tuple(ids), "", "t") for i, ids in enumerate(branching())]
+    sampling = SamplingConfig(n=1, max_tokens=20, seed=3)
+    run = [0]
+    count = engine.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: run.append(run[-1] + inputs[0].numel())
+    )
+    together = {one.prompt_id: one for one in engine.generate(calls, sampling)}
+    count.remove()
+    padded = len(calls) * 60
+    assert (run[1] < padded) == (which == "engine")
+    for call in calls:
+        (alone,) = engine.generate([call], sampling)
+        one = together[call.prompt_id]
+        assert one.token_ids.tolist() == alone.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-4)
 
 
 def test_response_does_not_depend_on_the_batch(engine):

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from megatron_dcpo.runtime.asgi import App, BadRequestError, Message, Receive, Send
-from megatron_dcpo.serving.asking import Asked, hide_logprobs
+from megatron_dcpo.serving.asking import Asked, hide_added
 from megatron_dcpo.serving.bounds import Bounds, Gate
 from megatron_dcpo.serving.middleware import ConfidenceMiddleware, service_of
 from megatron_dcpo.serving.scorer import Scored
@@ -194,7 +194,7 @@ def test_choices_of_a_number_that_was_not_asked_for_are_bounded() -> None:
 )
 def test_log_probs_are_hidden_under_any_name(name: str) -> None:
     reply = {"choices": [{"text": "a", name: -0.5}], "meta_info": {"x": [{name: [[-0.5, 1]]}]}}
-    hide_logprobs(reply, Asked("completions", {}, {}, adds_logprobs=True))
+    hide_added(reply, Asked("completions", {}, {}, adds_logprobs=True))
     assert "0.5" not in json.dumps(reply)
     assert reply["choices"][0]["text"] == "a"
 

@@ -86,7 +86,6 @@ def test_a_trained_policy_has_them(source: Path, tmp_path: Path, max_bytes: int)
         arch=arch,
         dtype=torch.bfloat16,
         collect=lambda shapes: {name: model[name] for name in shapes},
-        writer=True,
         max_bytes=max_bytes,
     )
     written = load_model(tmp_path / "policy")

@@ -61,7 +61,6 @@ def test_the_policy_is_written_as_its_source(tmp_path: Path, source: Path, max_b
         arch=arch,
         dtype=torch.float32,
         collect=lambda shapes: {name: reader.tensor(name) for name in shapes},
-        writer=True,
         max_bytes=max_bytes,
     )
     files = list((tmp_path / "out").glob("*.safetensors"))
