@@ -29,8 +29,7 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
     print_table(rows, "benchmark")
     if not evaluation["kinds"]["by"]:
         print(printable(no_kinds_line(evaluation["kinds"]["possible"])))
-    for name, scores in scored.items():
-        _print_mixed(name, scores)
+    _print_mixed(scored)
     _print_passes(scored)
     _print_guesses(scored)
     for name, scores in evaluation["benchmarks"].items():
@@ -45,13 +44,11 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
             print(printable(f"{name} abstention: {', '.join(shown)}"))
 
 
-def _print_mixed(name: str, scores: Mapping[str, Any]) -> None:
-    """Say which problems a confidence is measured within, if problems have several answers."""
-    if scores["repeats"] < 2:
-        return
-    mixed, problems = scores["lookup"]["problems_used"], scores["problems"]
-    said = f"{mixed:,} of the {problems:,} problems have right and wrong answers"
-    print(printable(f"{name}: {said}"))
+def _print_mixed(scored: Mapping[str, Mapping[str, Any]]) -> None:
+    from megatron_dcpo.evaluation.headline import mixed_problems
+
+    for line in mixed_problems(scored):
+        print(printable(line))
 
 
 def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from megatron_dcpo.codec import LARGEST
 
@@ -101,3 +101,16 @@ def parts(word: str) -> tuple[str, str]:
     """Return benchmark and metric of ``BENCHMARK/METRIC``; the benchmark may be empty."""
     benchmark, _, metric = word.removeprefix("evaluation/").rpartition("/")
     return benchmark, metric
+
+
+def mixed_problems(scored: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line for each benchmark that has several answers to a problem: of how many problems
+    its scores within problems are.
+    """
+    lines = []
+    for name, scores in scored.items():
+        mixed = scores.get("lookup", {}).get("problems_used")
+        if mixed is not None and scores.get("repeats", 1) > 1:
+            said = f"{mixed:,} of the {scores['problems']:,} problems have right and wrong answers"
+            lines.append(f"{name}: {said}")
+    return lines

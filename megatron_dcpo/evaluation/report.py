@@ -24,7 +24,14 @@ from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.alike import AlikeRuns, benchmarks_of, evaluated_alike
-from megatron_dcpo.evaluation.headline import HEADLINE, METRICS, Ends, format_value, is_number
+from megatron_dcpo.evaluation.headline import (
+    HEADLINE,
+    METRICS,
+    Ends,
+    format_value,
+    is_number,
+    mixed_problems,
+)
 from megatron_dcpo.evaluation.runs import EvaluatedRun, find_runs
 from megatron_dcpo.evaluation.scoring import (
     BASELINES,
@@ -276,7 +283,7 @@ def _tables_of_group(alike: AlikeRuns) -> list[dict[str, Any]]:
     first = kinds[0] if kinds else "verbal"
     is_marked = not alike.other_problems
     headline_rows = _cells(_rows_of(group, first), None, is_marked)
-    note = "; ".join(alike.other_problems)
+    note = "; ".join([*alike.other_problems, *_mixed_problems(alike)])
     tables = [_table(alike.title, headline_rows, is_open=True, note=note)]
     several = len(benchmarks) > 1
     choices: list[str | None] = [None]
@@ -304,6 +311,17 @@ def _tables_of_group(alike: AlikeRuns) -> list[dict[str, Any]]:
         elif len(benchmarks) == 1:
             tables += _by_kind(group, benchmarks[0])
     return tables
+
+
+def _mixed_problems(alike: AlikeRuns) -> list[str]:
+    """Return a line for each run and benchmark: of how many problems its scores within problems
+    are.
+    """
+    lines = []
+    for run in alike.runs:
+        scored = {name: _scores(run, name) or {} for name in alike.benchmarks}
+        lines += [f"{run.name}, {line}" for line in mixed_problems(scored)]
+    return lines
 
 
 def _by_kind(group: Sequence[EvaluatedRun], benchmark: str) -> list[dict[str, Any]]:

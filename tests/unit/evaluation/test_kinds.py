@@ -380,7 +380,7 @@ def test_one_answer_to_each_problem_does_not_show_what_is_of_the_problem(
     assert "row 2" in capsys.readouterr().err
 
 
-def test_the_number_of_problems_with_both_verdicts_is_printed(
+def test_the_number_of_problems_with_both_verdicts_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "t.csv"
@@ -391,6 +391,8 @@ def test_the_number_of_problems_with_both_verdicts_is_printed(
     assert "2 of the 3 problems" in capsys.readouterr().out
     overall = json.loads((tmp_path / "out" / "evaluation.json").read_text())["overall"]
     assert (overall["verbal"]["auroc_within_problem"], overall["verbal"]["problems_used"]) == (1, 2)
+    assert main(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "2 of the 3 problems" in (tmp_path / "page.html").read_text()
 
 
 def test_a_text_with_half_a_character_has_a_fold() -> None:
