@@ -37,7 +37,12 @@ from megatron_dcpo.types import Prompt, Response
 
 GOAL = 1.25
 TURNS = 4
-OF_A_TURN = (4,) if QUICK else (32, 128)  # tokens
+ON_VLLM = os.environ.get("TURNS_ON") == "vllm"
+# tokens
+if QUICK:
+    OF_A_TURN: tuple[int, ...] = (4,)
+else:
+    OF_A_TURN = (32, 128) if ON_VLLM else (32,)
 STATED = 6  # tokens of a confidence
 MARKER = "<certainty>"  # several tokens, which random weights do not happen to write
 ROOM = 128  # for the confidence at the end
@@ -49,7 +54,7 @@ def measurements() -> Iterator[Measurement]:
     tokenizer = load_tokenizer(POLICY)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as opened:
         engine: Engine = engine_of(len(tokenizer))
-        if os.environ.get("TURNS_ON") == "vllm":
+        if ON_VLLM:
             engine = on_vllm(engine, Path(directory) / "model")
         chat = ChatTokens(tokenizer, token_bytes(tokenizer), engine.eos_token_ids)
         agent = Path(directory) / "agent.py"
