@@ -51,7 +51,8 @@ SHOWN = {
     "ece": "ECE",
     "brier": "Brier",
     "auroc": "AUROC",
-    "auroc_within": "within",
+    "auroc_within": "kinds",
+    "auroc_within_problem": "prob.",
     "skill": "skill",
     "mean_confidence": "conf.",
 }
@@ -352,8 +353,8 @@ def means(folders: Sequence[Path], to: Path) -> None:
 
 def show(summary: dict[str, dict[str, float]], title: str) -> None:
     caption = (
-        "acc.: accuracy; within: AUROC among problems of one type; skill: 1 - Brier / Brier of the "
-        "lookup; conf.: mean confidence. "
+        "acc.: accuracy; kinds, prob.: AUROC among problems of one type, and among answers to one "
+        "problem; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence. "
         "lookup: GRPO's share of right answers by type of problem, cross-fitted on these answers "
         "(five folds of problems); METHOD_lookup: the same of the other policies"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ RESAMPLES = 1000
 @dataclass(frozen=True)
 class Session:
     """A logged session with a call: what the display showed, whether the answer is right, and the
-    confidence at each of :data:`PLACES`, NaN if malformed.
+    confidence at each place, NaN if malformed.
     """
 
     step: int
@@ -42,30 +42,39 @@ class Session:
 
 
 def main() -> None:
+    """Draw the sessions whose calls are written as the calculator's."""
+    draw(kind_of, PLACES)
+
+
+def draw(kind_of: Callable[[str], str], places: Sequence[str]) -> None:
+    """Draw the run that the command line names. ``kind_of`` says which of :data:`KINDS` a text is;
+    ``places`` are the names of the turns of a session with a call, the last of which is its end.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
     args = parser.parse_args()
-    sessions = read(args.run)
+    sessions = read(args.run, kind_of, turns=len(places))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True)
-    draw_steps(left, sessions)
-    draw_turns(right, sessions)
+    draw_steps(left, sessions, places)
+    draw_turns(right, sessions, places)
     figure.tight_layout()
     figure.savefig(args.run / "turns.png", dpi=120)
     print(args.run / "turns.png")
 
 
-def read(run: Path) -> list[Session]:
-    """Return the sessions with a call, whose display was followed by an answer."""
+def read(run: Path, kind_of: Callable[[str], str], turns: int) -> list[Session]:
+    """Return the sessions of so many turns, the last of which ended."""
     sessions = []
+    earlier = range(1, turns)
     for path in sorted((run / "samples").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
             stated = dict(row.get("turn_confidences", ()))
-            if set(stated) != {1, 2}:
+            if sorted(stated) != list(earlier):
                 continue
-            values = (stated[1], stated[2], row["confidence"])
+            values = (*(stated[turn] for turn in earlier), row["confidence"])
             session = Session(
                 step=row["training_step"],
                 problem=row["prompt_id"],
@@ -77,8 +86,8 @@ def read(run: Path) -> list[Session]:
     return sessions
 
 
-def draw_steps(axes: pyplot.Axes, sessions: Sequence[Session]) -> None:
-    """Draw the mean confidence of both kinds of sessions, after call and display, by the step."""
+def draw_steps(axes: pyplot.Axes, sessions: Sequence[Session], places: Sequence[str]) -> None:
+    """Draw the mean confidence of both kinds of sessions, at the first two places, by the step."""
     for kind, color in COLORS.items():
         windows: dict[int, list[Session]] = {}
         for one in sessions:
@@ -87,16 +96,16 @@ def draw_steps(axes: pyplot.Axes, sessions: Sequence[Session]) -> None:
         steps = [(window + 0.5) * WINDOW for window in windows]
         for place, style in ((0, ":"), (1, "-")):
             means = [np.nanmean(stated_at(place, part)) for part in windows.values()]
-            axes.plot(steps, means, style, color=color, label=f"{kind}, {PLACES[place]}")
+            axes.plot(steps, means, style, color=color, label=f"{kind}, {places[place]}")
     axes.set(xlabel="step", ylabel="mean stated confidence", ylim=(0, 1.02))
     axes.legend(frameon=False, fontsize=8)
 
 
-def draw_turns(axes: pyplot.Axes, sessions: Sequence[Session]) -> None:
+def draw_turns(axes: pyplot.Axes, sessions: Sequence[Session], places: Sequence[str]) -> None:
     """Draw the mean confidence from turn to turn in the last steps, and the accuracy."""
     last = max(one.step for one in sessions)
     late = [one for one in sessions if one.step > last - LAST]
-    places = range(len(PLACES))
+    turns = range(len(places))
     for kind, color in COLORS.items():
         of_kind = [one for one in late if one.kind == kind]
         if not of_kind:
@@ -105,23 +114,23 @@ def draw_turns(axes: pyplot.Axes, sessions: Sequence[Session]) -> None:
         accuracy = float(np.mean([one.correct for one in of_kind]))
         print(f"{label}: accuracy {accuracy:.3f}")
         means = []
-        for place in places:
+        for place in turns:
             mean, low, high = interval(stated_at(place, of_kind), of_kind)
-            print(f"  {PLACES[place]}: {mean:.3f} ({low:.3f} to {high:.3f})")
+            print(f"  {places[place]}: {mean:.3f} ({low:.3f} to {high:.3f})")
             axes.vlines(place, low, high, color=color)
             means.append(mean)
-        fall = stated_at(1, of_kind) - stated_at(0, of_kind)
-        mean, low, high = interval(fall, of_kind)
-        print(f"  display less call: {mean:+.3f} ({low:+.3f} to {high:+.3f})")
-        axes.plot(places, means, color=color, marker="o", label=label)
+        change = stated_at(1, of_kind) - stated_at(0, of_kind)
+        mean, low, high = interval(change, of_kind)
+        print(f"  {places[1]} less {places[0]}: {mean:+.3f} ({low:+.3f} to {high:+.3f})")
+        axes.plot(turns, means, color=color, marker="o", label=label)
         axes.axhline(accuracy, color=color, linestyle="--", linewidth=0.8)
-    axes.set_xticks(places, PLACES)
+    axes.set_xticks(turns, places)
     axes.set_title(f"steps {last - LAST + 1} to {last}; dashed: accuracy", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
 
 
 def stated_at(place: int, sessions: Sequence[Session]) -> np.ndarray:
-    """Return the confidences of sessions at one of :data:`PLACES` [N]."""
+    """Return the confidences of sessions at a place [N]."""
     return np.array([one.confidences[place] for one in sessions])
 
 

@@ -29,6 +29,8 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
     print_table(rows, "benchmark")
     if not evaluation["kinds"]["by"]:
         print(printable(no_kinds_line(evaluation["kinds"]["possible"])))
+    for name, scores in scored.items():
+        _print_mixed(name, scores)
     _print_passes(scored)
     _print_guesses(scored)
     for name, scores in evaluation["benchmarks"].items():
@@ -41,6 +43,15 @@ def print_evaluation(evaluation: Mapping[str, Any]) -> None:
                 if value is not None:
                     shown.append(f"{key} {value:.3f}")
             print(printable(f"{name} abstention: {', '.join(shown)}"))
+
+
+def _print_mixed(name: str, scores: Mapping[str, Any]) -> None:
+    """Say which problems a confidence is measured within, if problems have several answers."""
+    if scores["repeats"] < 2:
+        return
+    mixed, problems = scores["lookup"]["problems_used"], scores["problems"]
+    said = f"{mixed:,} of the {problems:,} problems have right and wrong answers"
+    print(printable(f"{name}: {said}"))
 
 
 def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:

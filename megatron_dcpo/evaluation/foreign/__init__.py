@@ -53,8 +53,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "group": "doc.id",
             "task": "doc.task_name",
         },
-        "trl": {"text": "completion", "problem": "prompt", "group": "prompt"},
-        "verl": {"correct": "acc|score", "text": "output", "problem": "input", "group": "input"},
+        "trl": {"text": "completion", "problem": "prompt"},
+        "verl": {"correct": "acc|score", "text": "output", "problem": "input"},
         # of prime-rl too: correct=traces.rewards.NAME.score
         "verifiers": {
             "text": "traces.nodes.-1.message.content",
@@ -259,8 +259,9 @@ def _rows_of_lm_eval(file: Path, filter_name: str) -> Iterator[Answered]:
 # ----------------------------------------------------------------------------------------- tables
 def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator[Answered]:
     """Yield the rows of a table; with a ``filter_name``, those whose column ``filter`` has it. Of a
-    log of lm-eval only the rows of one filter are read. A row whose group is blank is a problem of
-    its own, and one that has no verdict inside its column is left out; how many there are is said.
+    log of lm-eval only the rows of one filter are read. Rows of one group, without such a column of
+    one problem, are answers to the same problem. A row whose group is blank is a problem of its
+    own, and one that has no verdict inside its column is left out; how many there are is said.
     """
     if "correct" not in columns:
         raise UserError("--columns must name the verdict: correct=NAME")
@@ -269,6 +270,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
     read = {
         theirs for ours, names in columns.items() if ours != "kind" for theirs in names.split("|")
     }
+    grouped_by = "group" if "group" in columns else "problem"
     kinds: dict[tuple[str, str], str | None] = {}
     without_group = without_verdict = 0
     for number, row in enumerate(read_rows(file), start=1):
@@ -282,7 +284,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             without_verdict += 1
             continue
         confidence = values.get("confidence")
-        group = values.get("group", number)
+        group = values.get(grouped_by, number)
         if _is_blank(group):
             group = f"row {number}"  # unlike any number that names another problem
             without_group += 1
@@ -310,7 +312,7 @@ def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator
             "%s: %d rows have no %s, and each counts as a problem of its own",
             file,
             without_group,
-            columns["group"],
+            columns[grouped_by],
         )
     if without_verdict:
         logger.warning(

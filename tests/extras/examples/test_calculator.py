@@ -193,4 +193,4 @@ def test_the_picture_of_turns(tmp_path: Path) -> None:
     assert (tmp_path / "turns.png").stat().st_size > 1000
     assert "product shown (n = 3): accuracy 1.000" in done.stdout
     assert "after the display: 0.250 (0.250 to 0.250)" in done.stdout
-    assert "display less call: -0.250 (-0.250 to -0.250)" in done.stdout
+    assert "after the display less after the call: -0.250 (-0.250 to -0.250)" in done.stdout

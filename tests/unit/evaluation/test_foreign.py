@@ -117,6 +117,18 @@ def test_a_table_by_its_columns(tmp_path: Path) -> None:
     assert shown(path, **columns) == [("x", 1.0, 0.25), ("x", 0.0, None), ("y", 1.0, 1.0)]
 
 
+def test_without_a_group_rows_of_one_problem_are_its_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    rows = [{"right": 1, "asked": asked} for asked in ("2+2", "2+3", "2+2", "", "")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = read_any(path, parse_columns("correct=right,problem=asked"))
+    assert len({sample.prompt.prompt_id for sample in samples}) == 4
+    assert [sample.response.sample_index for sample in samples] == [0, 0, 1, 0, 0]
+    assert "2 rows have no asked" in caplog.text
+
+
 def test_rows_without_a_group_are_problems_of_their_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

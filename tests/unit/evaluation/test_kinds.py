@@ -380,6 +380,19 @@ def test_one_answer_to_each_problem_does_not_show_what_is_of_the_problem(
     assert "row 2" in capsys.readouterr().err
 
 
+def test_the_number_of_problems_with_both_verdicts_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("right,p,q\n1,.9,a\n0,.2,a\n1,.8,b\n0,.3,b\n1,.5,c\n1,.5,c\n")
+    columns = ("--columns", "correct=right,confidence=p,problem=q", "--resamples", "0")
+    options = (*columns, "--out", str(tmp_path / "out"))
+    assert main(["evaluate", "--samples", str(file), *options]) == 0
+    assert "2 of the 3 problems" in capsys.readouterr().out
+    overall = json.loads((tmp_path / "out" / "evaluation.json").read_text())["overall"]
+    assert (overall["verbal"]["auroc_within_problem"], overall["verbal"]["problems_used"]) == (1, 2)
+
+
 def test_a_text_with_half_a_character_has_a_fold() -> None:
     assert folds_of(["a", "a"], ["\ud83d", "b"]).tolist() in ([0, 1], [1, 0])
 
