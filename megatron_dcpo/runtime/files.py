@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_dcpo.errors import UserError
 
 _MARKER = ".being-written"  # locked by the process that writes the directory
+_EARLIER = ".earlier"  # in the new directory, the one that it replaces, until that is removed
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
@@ -52,7 +53,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield ``out`` under a temporary name; rename it when the block ends, remove it when the block
-    fails.
+    fails. An earlier ``out`` is whole until the new one is there.
 
     SIGTERM fails the block like Ctrl-C does. What a killed process left under the temporary name is
     removed by the next one, and nothing else is. Raises :class:`UserError` when ``out`` exists
@@ -73,10 +74,11 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
             with _termination_raises():
                 yield temporary
             if out.is_dir():
-                shutil.rmtree(out)
+                shutil.move(out, temporary / _EARLIER)
             elif out.exists():
                 out.unlink()
             os.replace(temporary, out)
+            shutil.rmtree(out / _EARLIER, ignore_errors=True)
             (out / _MARKER).unlink()
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

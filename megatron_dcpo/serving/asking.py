@@ -167,8 +167,9 @@ def _why_not_asked(body: Mapping[str, Any], turn: int | None) -> str:
 
 
 def _turn(body: Mapping[str, Any], api: Api, labels: Mapping[str, str]) -> int | None:
-    """Return the number of a turn that the metadata names, else one more than a chat has answers;
-    None for other texts. Answers that the problem came with cannot be told from the policy's.
+    """Return the number of a turn that the metadata names, else one more than a chat has answers
+    that have ended; None for other texts. Answers that the problem came with cannot be told from
+    the policy's.
     """
     if "turn" in labels:
         return int(labels["turn"]) if _TURN.fullmatch(labels["turn"]) else None
@@ -176,7 +177,8 @@ def _turn(body: Mapping[str, Any], api: Api, labels: Mapping[str, str]) -> int |
     if api != "chat" or not isinstance(messages, list):
         return None
     roles = [one.get("role") for one in messages if isinstance(one, Mapping)]
-    return 1 + roles.count("assistant")
+    goes_on = bool(body.get("continue_final_message")) and roles[-1:] == ["assistant"]
+    return roles.count("assistant") + (not goes_on)
 
 
 def hide_added(value: Any, asked: Asked) -> None:  # noqa: ANN401 -- whatever JSON holds

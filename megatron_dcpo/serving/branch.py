@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.data.chat_template import PROMPT_TOKENS
-from megatron_dcpo.errors import one_line
 from megatron_dcpo.judging.confidence import CONFIDENCE_TOKENS, confidence_line, parse_number
 from megatron_dcpo.judging.replies import is_finished
 from megatron_dcpo.judging.thinking import KNOWN
@@ -33,21 +32,24 @@ Lines = dict[tuple[object, str], list[int]]
 
 _SAMPLING = ("model", "temperature", "top_p", "top_k", "seed")
 _MOST_LINES = 64  # whose ids are kept; one model has two
-_LONGEST_WORDS = 200
+# they name the client's request, which another one is not
+_OF_ONE_REQUEST = (b"x-request-id", b"idempotency-key")
 
 
 def poster(app: App, scope: Message, receive: Receive, bounds: Bounds) -> Post:
     """Return what posts to other paths of an application than that of a client's request, with the
-    headers of that. It raises as :func:`exchange`, and :class:`UpstreamError` for a refusal.
+    headers of that. It raises as :func:`exchange`, and :class:`UpstreamError` for a refusal, whose
+    words may repeat the ids that were sent.
     """
+    headers = [one for one in scope["headers"] if one[0] not in _OF_ONE_REQUEST]
 
     async def post(path: str, body: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- JSON
         there = {**scope, "path": path, "raw_path": path.encode(), "query_string": b""}
+        there["headers"] = headers
         async with exchange(app, there, receive, compact(body)) as reply:
             content = await reply.whole(bounds.reply_bytes)
         if reply.status != 200:
-            words = one_line(content.decode(errors="replace"), _LONGEST_WORDS)
-            raise UpstreamError(f"HTTP {reply.status} of {path}: {words}")
+            raise UpstreamError(f"HTTP {reply.status} of {path}")
         return read_json(content)
 
     return post
@@ -83,7 +85,7 @@ class TurnBranch:
         except ClientLeftError:
             raise
         except Exception as error:  # whatever an application raises; the answer is there
-            words = one_line(f"{type(error).__name__}: {error}", _LONGEST_WORDS)
+            words = str(error) if isinstance(error, UpstreamError) else type(error).__name__
             return Stated(None, f"no_number: the upstream did not answer for it ({words})")
 
     async def _ask(self, prompt: list[int], answer: list[int]) -> Stated | None:
@@ -98,12 +100,12 @@ class TurnBranch:
         body["skip_special_tokens"] = False
         reply = await self.post("/v1/completions", body)
         choice = reply["choices"][0]
-        parsed = parse_number(choice["text"], self.marker, is_finished(choice))
+        parsed = parse_number(_string(choice["text"]), self.marker, is_finished(choice))
         return Stated(parsed.confidence, why_malformed(parsed.status))
 
     async def _text(self, token_ids: list[int]) -> str:
         body = {"model": self.asked.sent.get("model"), "tokens": token_ids}
-        return str((await self.post("/detokenize", body))["prompt"])
+        return _string((await self.post("/detokenize", body))["prompt"])
 
     async def _encoded(self, line: str) -> list[int]:
         model = self.asked.sent.get("model")
@@ -111,6 +113,8 @@ class TurnBranch:
         if key not in self.lines:
             body = {"model": model, "prompt": line, "add_special_tokens": False}
             token_ids = _ids((await self.post("/tokenize", body))["tokens"])
+            if not token_ids:
+                raise UpstreamError("/tokenize names no ids")
             if len(self.lines) >= _MOST_LINES:
                 return token_ids
             self.lines[key] = token_ids
@@ -122,3 +126,10 @@ def _ids(value: object) -> list[int]:
     if isinstance(value, list) and all(type(one) is int for one in value):
         return value
     return []
+
+
+def _string(value: object) -> str:
+    """Return a text. Raises :class:`TypeError` for anything else."""
+    if not isinstance(value, str):
+        raise TypeError
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_dcpo.serving.asking import IDS, Asked
+from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.events import Event
 from megatron_dcpo.serving.finishing import calls_tool, finish_reason
 from megatron_dcpo.serving.scorer import Scored, Scorer, Stated
@@ -99,7 +99,9 @@ class StreamedChoice:
         self._logged: dict[str, list[Any]] = {}
         self._has_logprobs: set[bool] = set()  # of the chunks with a text
         self._calls_tool = False
-        self._ids: dict[str, list[Any]] = {}
+        self._prompt_ids: object = None
+        self._ids: list[Any] = []
+        self._lacks_ids = False
         self._stop_reason: object = None
         self.stated: Stated | None = None
 
@@ -122,8 +124,8 @@ class StreamedChoice:
         if reason is not None:
             self.finish_reason = reason
             self._stop_reason = chunk.get("stop_reason")
-        self._read_ids(chunk)
         piece = self._read(chunk)
+        self._read_ids(chunk, piece)
         has_logprobs = self._read_logprobs(logged)
         if not piece:
             return
@@ -140,7 +142,8 @@ class StreamedChoice:
     def whole(self) -> Chunk:
         """Return the choice as a reply that is not streamed has it."""
         ended: Chunk = {"finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
-        ended |= self._ids
+        ended["prompt_token_ids"] = self._prompt_ids
+        ended["token_ids"] = [] if self._lacks_ids else self._ids
         if self.asked.api != "chat":
             return {"text": self.text, "logprobs": dict(self._logged) or None, **ended}
         message: Chunk = {"content": self.text, "reasoning_content": "".join(self._thoughts)}
@@ -210,12 +213,17 @@ class StreamedChoice:
             self._thoughts.append(thinking)
         return text if isinstance(text, str) else ""
 
-    def _read_ids(self, chunk: Chunk) -> None:
-        """Keep the ids of a chunk's tokens; the prompt's come once."""
-        for name in IDS:
-            rows = chunk.get(name)
-            if isinstance(rows, list) and self.is_remembered:
-                self._ids.setdefault(name, []).extend(rows)
+    def _read_ids(self, chunk: Chunk, piece: str) -> None:
+        """Keep the ids of a chunk's tokens, and of the prompt's, which each may name. Behind a
+        piece of the text without ids those of the answer are not whole.
+        """
+        rows = chunk.get("token_ids")
+        if not isinstance(rows, list):
+            self._lacks_ids |= bool(piece)
+        elif self.is_remembered:
+            self._ids += rows
+        if prompt_ids := chunk.get("prompt_token_ids"):
+            self._prompt_ids = prompt_ids
 
     def _read_logprobs(self, logged: object) -> bool:
         """Keep the log-probs of a chunk, and return whether there are any."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,6 +321,32 @@ def test_a_directory_of_somebody_else_is_never_removed(tmp_path):
             import_checkpoint(source, tmp_path / "busy")
         assert (temporary / "half").exists()
     assert [path.name for path in (tmp_path / "busy").iterdir()] == ["half"]
+
+
+def test_killed_while_the_earlier_directory_is_removed(tmp_path):
+    """The new one is there by then, and nothing of the earlier one is left by the next."""
+    out = tmp_path / "out"
+
+    def write(name):
+        with new_directory(out, overwrite=True) as temporary:
+            for number in range(3):
+                (temporary / f"{name}{number}").touch()
+
+    def killed_after_one_file(path, **options):
+        next(file for file in Path(path).rglob("*0")).unlink()
+        os._exit(9)
+
+    write("old")
+    child = os.fork()
+    if not child:
+        shutil.rmtree = killed_after_one_file
+        write("new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert {"new0", "new1", "new2"} <= {path.name for path in out.iterdir()}
+    write("last")
+    assert {path.name for path in out.iterdir()} == {"last0", "last1", "last2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_everything_but_weights_travels(tmp_path):

@@ -44,8 +44,9 @@ def text_of(ids: list[int]) -> str:
 
 class Policy:
     """``says(prompt, index)`` is the answer to a chat or a text, ``states(text)`` what follows a
-    line that asks. ``asked`` has path and body of each request. ``fails`` is a path that fails,
-    ``hangs`` one that does not answer.
+    line that asks. ``asked`` has path and body of each request, ``headers`` its headers. ``fails``
+    is a path that fails, ``hangs`` one that does not answer, ``repeats`` one that refuses a body
+    and names it.
     """
 
     def __init__(self) -> None:
@@ -55,29 +56,34 @@ class Policy:
         self.states: Callable[[str], str] = lambda text: " 0.75" if "boxed" in text else " 0.25"
         self.names_ids = True
         self.refuses_ids = False
-        self.fails = self.hangs = ""
+        self.fails = self.hangs = self.repeats = ""
         self.reason = "stop"
         self.stop_reason: str | None = None
         self.number_reason = "stop"
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        paths = {"/v1/chat/completions": self.answer, "/v1/completions": self.answer}
-        paths |= {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        self.headers: list[dict[str, str]] = []
+        paths = {"/v1/chat/completions": "answer", "/v1/completions": "answer"}
+        paths |= {"/tokenize": "tokenize", "/detokenize": "detokenize"}
         self.app = Starlette(
             routes=[
                 Route(path, self.kept(path, one), methods=["POST"]) for path, one in paths.items()
             ]
         )
 
-    def kept(self, path: str, answer: Any) -> Any:
+    def kept(self, path: str, name: str) -> Any:
         async def kept(request: Request) -> Response:
             body = await request.json()
             self.asked.append((path, body))
+            self.headers.append(dict(request.headers))
             is_branch = path != "/v1/chat/completions"
             if path == self.hangs and is_branch:
                 await asyncio.sleep(60)
             if path == self.fails and is_branch:
                 return JSONResponse({"error": "broken"}, status_code=500)
-            return answer(body)  # type: ignore[no-any-return]
+            if path == self.repeats and is_branch:
+                return JSONResponse({"detail": [{"input": body}]}, status_code=422)
+            answer: Response = getattr(self, name)(body)
+            return answer
 
         return kept
 
@@ -474,3 +480,104 @@ def test_a_server_that_ends_in_the_middle_of_a_branch_has_sent_the_text() -> Non
     assert choices[-1]["confidence"] is None
     assert events[-1] == b"data: [DONE]"
     assert "error" in events[-2]
+
+
+def test_ids_of_a_line_that_are_none_are_not_kept() -> None:
+    """Without them the policy would go on with its answer, and any number in it would count."""
+    policy = Policy()
+    policy.says = lambda prompt, _: "It is 6."
+    odd: list[Any] = [None, "61", [], ["61"], [61.0]]
+    tokenize = policy.tokenize
+    policy.tokenize = lambda body: (  # type: ignore[method-assign]
+        JSONResponse({"tokens": odd.pop()}) if odd else tokenize(body)
+    )
+    with served(policy) as client:
+        while odd:
+            choice = client.choice({"messages": [QUESTION]})
+            assert choice["message"]["content"] == "It is 6."
+            assert choice["confidence_reason"].startswith("no_number:")
+        assert not policy.bodies("/v1/completions")
+        assert client.choice({"messages": [QUESTION]})["confidence"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/completions"])
+@pytest.mark.parametrize("text", [None, 0.75, [" 0.75"]])
+def test_what_is_no_text_is_no_number(path: str, text: object) -> None:
+    policy = Policy()
+    policy.says = lambda prompt, _: "It is 6."
+    policy.states = lambda _: text  # type: ignore[assignment, return-value]
+    if path == "/detokenize":
+        policy.states = lambda _: " 0.75"
+        policy.detokenize = lambda _: JSONResponse({"prompt": text})  # type: ignore[method-assign]
+    with served(policy) as client:
+        choice = client.choice({"messages": [QUESTION]})
+    assert choice["message"]["content"] == "It is 6."
+    assert choice["confidence_reason"].startswith("no_number:")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+def test_a_refusal_that_repeats_the_ids_is_not_shown(path: str, streams: bool) -> None:
+    """As the errors of pydantic do, which name the input."""
+    policy = Policy()
+    policy.says = lambda prompt, _: "It is 6."
+    policy.repeats = path
+    with served(policy, streams) as client:
+        choice = client.choice({"messages": [QUESTION]})
+    assert choice["confidence_reason"].startswith("no_number:")
+    assert "422" in choice["confidence_reason"]
+    assert b"[" not in client.content.split(b"confidence_reason")[1].partition(b"}")[0]
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "token_ids"])
+def test_chunks_that_repeat_the_ids_of_the_prompt_or_lack_their_own(name: str) -> None:
+    policy = Policy()
+    policy.says = lambda prompt, _: "It is 6."
+    event = policy.event
+
+    def changed(choice: dict[str, Any], head: dict[str, Any], is_chat: bool) -> bytes:
+        if name == "prompt_token_ids":
+            choice[name] = ids_of("user: 2*3=\n")
+        elif choice.get("content") == "is ":
+            choice[name] = None
+        return event(choice, head, is_chat)
+
+    policy.event = changed  # type: ignore[method-assign]
+    with served(policy, streams=True) as client:
+        choice = client.choice({"messages": [QUESTION]})
+    assert choice["said"] == "It is 6."
+    branches = policy.bodies("/v1/completions")
+    if name == "token_ids":
+        assert choice["confidence_reason"].startswith("no_token_ids:")
+        assert not branches
+        return
+    assert choice["confidence"] == pytest.approx(0.25)
+    assert text_of(branches[0]["prompt"]) == "user: 2*3=\nIt is 6.\n<conf> Confidence:"
+
+
+def test_a_branch_has_the_clients_headers_but_those_that_name_its_request() -> None:
+    policy = Policy()
+    named = {"authorization": "Bearer x", "x-request-id": "r", "idempotency-key": "i"}
+    with served(policy) as client:
+        body = {"model": "policy", "messages": [QUESTION]}
+        reply = httpx2.post(f"{client.url}/chat/completions", json=body, headers=named)
+    assert reply.json()["choices"][0]["confidence"] == pytest.approx(0.25)
+    (first, *others) = policy.headers
+    assert named.items() <= first.items()
+    assert len(others) == 4
+    for headers in others:
+        assert headers["authorization"] == "Bearer x"
+        assert not {"x-request-id", "idempotency-key"} & headers.keys()
+
+
+def test_an_answer_that_the_client_has_begun_is_the_turn_it_is_at() -> None:
+    policy = Policy()
+    policy.says = lambda prompt, _: "\\boxed{6}."
+    begun = [QUESTION, {"role": "assistant", "content": "It is "}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    with served(policy) as client:
+        first = client.choice({"messages": begun, **goes_on})
+        assert first["confidence"] == pytest.approx(0.75)
+        second = client.choice({"messages": [*begun, QUESTION], **goes_on})
+        assert second["confidence"] == pytest.approx(second_curve(0.75))
+        assert client.choice({"messages": begun})["confidence"] == second["confidence"]
