@@ -73,11 +73,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
         try:
             with _termination_raises():
                 yield temporary
-            if out.is_dir():
-                shutil.move(out, temporary / _EARLIER)
-            elif out.exists():
-                out.unlink()
-            os.replace(temporary, out)
+            _replace(temporary, out)
             shutil.rmtree(out / _EARLIER, ignore_errors=True)
             (out / _MARKER).unlink()
         except BaseException:
@@ -93,6 +89,22 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
             raise UserError(
                 f"cannot write {out}: {error.strerror or error}; nothing was left behind"
             ) from None
+        raise
+
+
+def _replace(temporary: Path, out: Path) -> None:
+    """Give ``temporary`` the name ``out``; a directory that has it moves inside, and back if that
+    fails.
+    """
+    if not out.is_dir():
+        out.unlink(missing_ok=True)
+        os.replace(temporary, out)
+        return
+    os.replace(out, temporary / _EARLIER)
+    try:
+        os.replace(temporary, out)
+    except OSError:
+        os.replace(temporary / _EARLIER, out)
         raise
 
 

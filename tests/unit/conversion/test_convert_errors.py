@@ -4,6 +4,7 @@ result.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -346,6 +347,27 @@ def test_killed_while_the_earlier_directory_is_removed(tmp_path):
     assert {"new0", "new1", "new2"} <= {path.name for path in out.iterdir()}
     write("last")
     assert {path.name for path in out.iterdir()} == {"last0", "last1", "last2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_earlier_directory_stays_if_the_new_one_cannot_have_its_name(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with new_directory(out) as temporary:
+        (temporary / "old").touch()
+    replace = os.replace
+
+    def refuses(source, target):
+        if (Path(source).name, Path(target).name) == ("out.tmp", "out"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuses)
+    with (
+        pytest.raises(UserError, match="No space left"),
+        new_directory(out, overwrite=True) as temporary,
+    ):
+        (temporary / "new").touch()
+    assert [path.name for path in out.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
