@@ -127,13 +127,12 @@ def check_configuration(config: RunConfig, source: str) -> None:
     """Raise :class:`UserError` for the first options that may not be combined. ``source`` is the
     file that they come from.
     """
-    problem = _problem("run", config)
-    if problem is None and isinstance(config, Config):
-        problem = _problem("train", config) or _problem("agents", config)
-    elif problem is None:
-        problem = _problem("sft", config)
-    if problem:
-        raise UserError(f"{source}: {problem}")
+    looked_at: tuple[When, ...] = ("run", "sft")
+    if isinstance(config, Config):
+        looked_at = ("run", "train", "agents")
+    for when in looked_at:
+        if problem := _problem(when, config):
+            raise UserError(f"{source}: {problem}")
 
 
 def check_model_rules(

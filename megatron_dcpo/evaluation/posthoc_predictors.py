@@ -274,9 +274,10 @@ def _labels_of(
     if column is not None:
         return tasks_of(samples, column)
     turns = [sample.turn for sample in samples]
-    last = min(sorted(turns, reverse=True)[:_LEAST_OF_A_TURN][-1], MOST_TASKS)
     if fitted is not None:
         last = max(map(int, fitted))
+    else:
+        last = min(sorted(turns, reverse=True)[:_LEAST_OF_A_TURN][-1], MOST_TASKS)
     return [str(min(turn, last)) for turn in turns]
 
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_dcpo.codec import LARGEST
-from megatron_dcpo.judging.thinking import ThinkingTags, answer_start
+from megatron_dcpo.judging.thinking import ThinkingTags, split_reasoning
 from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus
 
 CONFIDENCE_TOKENS = 16  # for the number that a policy states when it is asked
@@ -84,12 +84,8 @@ def confidence_line(
     None if it states one, or if it has no answer: nothing behind the thinking, which may have begun
     at the ``prompt_end``.
     """
-    content = text.encode(errors="surrogatepass")
-    start = answer_start(content, tags, prompt_end)
-    if start is None:
-        return None
-    answer = content[start:].decode(errors="replace")
-    if not answer.lstrip("\n" if start else "") or marker in answer:
+    _, answer = split_reasoning(text, tags, prompt_end)
+    if not answer or marker in answer:
         return None
     line = f"{marker} Confidence:"
     return line if text.endswith("\n") else f"\n{line}"

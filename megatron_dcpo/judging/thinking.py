@@ -79,3 +79,21 @@ def answer_start(content: bytes, tags: ThinkingTags | None, prompt: bytes = b"")
     if before.endswith(tags.opening) or content.lstrip().startswith(tags.opening):
         return None
     return 0
+
+
+def split_reasoning(text: str, tags: ThinkingTags | None, prompt_end: bytes) -> tuple[str, str]:
+    """Return the thinking of a text, without its tags, and the rest."""
+    content = text.encode(errors="surrogatepass")
+    start = answer_start(content, tags, prompt_end)
+    if start == 0 or tags is None:
+        return "", text
+    if start is None:
+        return _without_tags(text, tags), ""
+    thinking = content[:start].decode(errors="replace")
+    answer = content[start:].decode(errors="replace")
+    return _without_tags(thinking, tags), answer.lstrip("\n")
+
+
+def _without_tags(text: str, tags: ThinkingTags) -> str:
+    opening, end = tags.opening.decode(), tags.end.decode()
+    return text.strip().removeprefix(opening).removesuffix(end).strip()

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dcpo.judging.thinking import ThinkingTags, answer_start
+from megatron_dcpo.judging.thinking import ThinkingTags, split_reasoning
 from megatron_dcpo.runtime.text import parse_json
 
 Message = dict[str, Any]
@@ -73,24 +73,6 @@ def reply_of(
         message["content"] = content.partition(_OPENS_CALL)[0].strip()
         message["tool_calls"] = calls
     return message
-
-
-def split_reasoning(text: str, tags: ThinkingTags | None, prompt_end: bytes) -> tuple[str, str]:
-    """Return the thinking of a text, without its tags, and the rest."""
-    content = text.encode(errors="surrogatepass")
-    start = answer_start(content, tags, prompt_end)
-    if start == 0 or tags is None:
-        return "", text
-    if start is None:
-        return _without_tags(text, tags), ""
-    thinking = content[:start].decode(errors="replace")
-    answer = content[start:].decode(errors="replace")
-    return _without_tags(thinking, tags), answer.lstrip("\n")
-
-
-def _without_tags(text: str, tags: ThinkingTags) -> str:
-    opening, end = tags.opening.decode(), tags.end.decode()
-    return text.strip().removeprefix(opening).removesuffix(end).strip()
 
 
 def _parsed_calls(content: str, name: str) -> list[dict[str, Any]]:

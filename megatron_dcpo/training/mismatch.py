@@ -4,6 +4,8 @@ add up over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -54,11 +56,14 @@ def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, T
 
 @torch.no_grad()
 def tokens_apart(
-    batch: MicroBatch, outputs: TokenOutputs, params_dtype: str
+    batch: MicroBatch, outputs: TokenOutputs, params_dtype: str, shown: Set[ResponseKey]
 ) -> dict[ResponseKey, Apart]:
-    """Return the tokens of each response of a micro-batch whose log-probs in engine and trainer
-    differ by more than rounding makes them.
+    """Return the tokens of the ``shown`` responses of a micro-batch whose log-probs in engine and
+    trainer differ by more than rounding makes them.
     """
+    keys = [sample.response.key for sample in batch.samples]
+    if shown.isdisjoint(keys):
+        return {}
     magnitude = _differences(batch, outputs).abs()
     places = (magnitude > ROUTING_MISMATCH_THRESHOLD[params_dtype]).nonzero()[:, 0]
     lengths = [len(sample.response_ids) for sample in batch.samples]
@@ -67,8 +72,8 @@ def tokens_apart(
     values = magnitude[places].tolist()
     found: dict[ResponseKey, Apart] = {}
     for place, number, value in zip(places.tolist(), numbers, values, strict=True):
-        of_response = found.setdefault(batch.samples[number].response.key, {})
-        of_response[place - int(begins[number])] = value
+        if keys[number] in shown:
+            found.setdefault(keys[number], {})[place - int(begins[number])] = value
     return found
 
 

@@ -76,8 +76,9 @@ class Updater:
         self.callback_name = config.training.callback
         self.params_dtype = config.model.params_dtype
         self.measures_mismatch = True
-        # of this rank's responses in this step, if somebody wants to see them
-        self.apart: dict[ResponseKey, Apart] | None = None
+        # the responses of this step that are shown, and the tokens apart of those on this rank
+        self.shown: frozenset[ResponseKey] = frozenset()
+        self.apart: dict[ResponseKey, Apart] = {}
         coef = method.options.entropy_coef_reasoning
         # with entropy_target: the next coefficient, and the one that acts now
         self.entropy_coefs = (coef, coef)
@@ -114,17 +115,16 @@ class Updater:
             trained.append(chosen)
         statistics.trained = [sample for mini_batch in trained for sample in mini_batch]
         trained = self._with_logprobs(trained)
-        self.apart = {} if shown else None
+        in_order = [sample for mini_batch in scored for sample in mini_batch]
+        self.shown = frozenset(sample.response.key for sample in in_order[:shown])
+        self.apart = {}
         for number, mini_batch in enumerate(trained):
             is_first = number == 0
             # after the first update the policy is no longer the one that sampled
             self.measures_mismatch = is_first or not self._ratio_to_engine
             self.update_once(mini_batch, statistics, step)
-        in_order = [sample for mini_batch in scored for sample in mini_batch]
-        if self.apart is not None:
-            keys = {sample.response.key for sample in in_order[:shown]}
-            here = {key: places for key, places in self.apart.items() if key in keys}
-            for of_rank in self.trainer.collectives.gather(here):
+        if self.shown:
+            for of_rank in self.trainer.collectives.gather(self.apart):
                 statistics.apart |= of_rank
         self.trainer.optimizer.gather_parameters()
         if self.method.options.entropy_target:
@@ -158,8 +158,8 @@ class Updater:
         contributions, statistics = self.method.loss(batch, outputs)
         if self.measures_mismatch and not batch.is_part:
             statistics = statistics | mismatch_statistics(batch, outputs)
-            if self.apart is not None:
-                self.apart |= tokens_apart(batch, outputs, self.params_dtype)
+            if self.shown:
+                self.apart |= tokens_apart(batch, outputs, self.params_dtype, self.shown)
         return contributions, statistics
 
     def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -177,7 +177,9 @@ class Updater:
         means: dict[int, float] = {}
         for means_of_rank in self.trainer.collectives.gather(here):
             means |= means_of_rank
-        return filled(samples, "mean_old_logprob", means)
+        return [
+            replaced(sample, mean_old_logprob=means[index]) for index, sample in enumerate(samples)
+        ]
 
     # ------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
